@@ -1,0 +1,93 @@
+"""Public names of paralign, each imported when it is first used.
+
+``import paralign`` loads neither torch nor pydantic, so a wrong config is refused at once and
+recording fits into any image. Two functions share their name with a room of the package,
+``pa.align`` and ``pa.parallelize``; there the module itself can be called.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from paralign.align.compare import compare as compare
+    from paralign.align.record import record as record
+    from paralign.blueprint import Blueprint as Blueprint
+    from paralign.config.load import load_config as load_config
+    from paralign.config.run import RunConfig as RunConfig
+    from paralign.errors import AlignError as AlignError
+    from paralign.errors import ConfigError as ConfigError
+    from paralign.errors import ParalignError as ParalignError
+    from paralign.errors import RankError as RankError
+    from paralign.mesh import Degrees as Degrees
+    from paralign.mesh import build_mesh as build_mesh
+    from paralign.parallel.context import ContextParallel as ContextParallel
+    from paralign.parallel.support import FSDP as FSDP
+    from paralign.parallel.support import ContextPlan as ContextPlan
+    from paralign.parallel.support import Pipeline as Pipeline
+    from paralign.parallel.support import Precision as Precision
+    from paralign.parallelize import Program as Program
+    from paralign.parallelize import parallelize as parallelize
+    from paralign.prove.run import align as align
+    from paralign.randomness import Init as Init
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "AlignError": "paralign.errors",
+    "Blueprint": "paralign.blueprint",
+    "ConfigError": "paralign.errors",
+    "ContextParallel": "paralign.parallel.context",
+    "ContextPlan": "paralign.parallel.support",
+    "Degrees": "paralign.mesh",
+    "FSDP": "paralign.parallel.support",
+    "Init": "paralign.randomness",
+    "ParalignError": "paralign.errors",
+    "Pipeline": "paralign.parallel.support",
+    "Precision": "paralign.parallel.support",
+    "Program": "paralign.parallelize",
+    "RankError": "paralign.errors",
+    "RunConfig": "paralign.config.run",
+    "align": "paralign.prove.run",
+    "build_mesh": "paralign.mesh",
+    "compare": "paralign.align.compare",
+    "load_config": "paralign.config.load",
+    "parallelize": "paralign.parallelize",
+    "record": "paralign.align.record",
+}
+
+__all__ = sorted([*_HOME, "__version__"])
+
+
+class _CallableModule(ModuleType):
+    """A module that can be called as the public function of the same name."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        name = self.__name__.rpartition(".")[2]
+        return getattr(import_module(_HOME[name]), name)(*args, **kwargs)
+
+
+class _Package(ModuleType):
+    """The package itself: a submodule that shares a public function's name becomes callable."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name in _HOME and isinstance(value, ModuleType):  # the import system binds a submodule
+            value.__class__ = _CallableModule
+        super().__setattr__(name, value)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *_HOME})
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'paralign' has no attribute {name!r}")
+    value = getattr(import_module(_HOME[name]), name)
+    # Where a room has the same name, importing it has bound the callable module already.
+    return globals().setdefault(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

@@ -1,0 +1,94 @@
+"""How a plain model is cut into pieces: what paralign must know to run it over a mesh.
+
+A model stays a plain ``nn.Module`` that knows nothing of meshes. Its blueprint names the pieces and
+says how data flows through them::
+
+    first stage                     every stage                    last stage
+    prologue(pieces, batch, ctx)    layer(module, x, ctx)  x n     epilogue(pieces, x, ctx) -> logits
+
+``context`` (positions, rotary tables, masks) is computed from the batch on every stage and never sent
+between stages. A stage composes these pieces, so a user's own ``forward`` is never cut by name.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from paralign.randomness import Init
+
+if TYPE_CHECKING:
+    from paralign.parallel.context import ContextParallel
+
+# tokens, labels, positions: each [B, S] int64, rows first; see Program.shard.
+Batch = Mapping[str, Tensor]
+
+
+class Blueprint(ABC):
+    """Describe one model family to paralign. Subclass it next to the model.
+
+    Every name is a fully qualified name inside the model. Pieces must not overlap and must cover every
+    parameter. A model may share one parameter between two pieces (tied embedding and head).
+    """
+
+    prologue_names: tuple[str, ...] = ("embedding",)
+    """Modules or parameters that only the first stage owns."""
+
+    layers_name: str = "layers"
+    """The ``ModuleList`` of layers that the pipeline splits."""
+
+    epilogue_names: tuple[str, ...] = ("norm", "head")
+    """Modules or parameters that only the last stage owns."""
+
+    unused_parameters: tuple[str, ...] = ()
+    """Glob patterns of parameters that get no gradient in training."""
+
+    @abstractmethod
+    def context(self, batch: Batch, *, seq_len: int) -> Any:
+        """Compute what every layer needs besides ``x``; owns no parameter.
+
+        Args:
+            batch: This rank's micro-batch: ``tokens`` and ``positions``, each ``[B, S_local]``. Positions
+                are global and need not be contiguous.
+            seq_len: Global sequence length, for masks that must be global ``[S, S]``.
+        """
+
+    @abstractmethod
+    def prologue(self, pieces: nn.Module, batch: Batch, context: Any) -> Tensor:
+        """Turn tokens into the first layer's input. ``pieces`` has ``prologue_names`` as attributes."""
+
+    @abstractmethod
+    def layer(self, layer: nn.Module, x: Tensor, context: Any) -> Tensor:
+        """Run one layer."""
+
+    @abstractmethod
+    def epilogue(self, pieces: nn.Module, x: Tensor, context: Any) -> Tensor:
+        """Turn the last layer's output into logits ``[B, S_local, V]``."""
+
+    def forward(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Run the model's own ``forward`` on a whole batch; the reference run uses this."""
+        logits: Tensor = model(batch["tokens"])
+        return logits
+
+    def attention(self) -> dict[str, ContextParallel]:
+        """Name the attention core inside a layer, and its tensor layout, for context parallel.
+
+        Returns:
+            Module name relative to a layer -> an unconfigured ``ContextParallel(layout=...)``. Empty: the
+            model cannot run with cp > 1.
+        """
+        return {}
+
+    def init(self, name: str, shape: tuple[int, ...]) -> Init:
+        """Say how the parameter called ``name`` starts, when paralign initialises the model.
+
+        The default: norms start at one, biases at zero, everything else normal(0, 0.02).
+        """
+        if name.endswith("bias"):
+            return Init.constant(0.0)
+        if len(shape) < 2:
+            return Init.constant(1.0)
+        return Init.normal(std=0.02)

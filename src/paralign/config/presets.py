@@ -1,0 +1,83 @@
+"""Runs to start from, as functions: what ``paralign init PRESET`` writes and ``examples/`` holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+from paralign.config.nearest import suggest
+from paralign.config.run import (
+    AlignSection,
+    BatchSection,
+    ContextSection,
+    DataSection,
+    FsdpSection,
+    MeshSection,
+    ModelSection,
+    PipelineSection,
+    RunConfig,
+)
+from paralign.errors import ConfigError
+
+LLAMA = ModelSection(name="llama", preset="tiny")
+
+
+def pp_fsdp_cp() -> RunConfig:
+    """Return the main example: pipeline, FSDP and context parallel, two ranks each."""
+    return RunConfig(
+        model=LLAMA,
+        mesh=MeshSection(pp=2, dp_shard=2, cp=2),
+        pipeline=PipelineSection(schedule="GPipe", num_microbatches=4),
+        data=DataSection(padding=0.25),
+    )
+
+
+def hsdp() -> RunConfig:
+    """Return two copies of an FSDP run, with gathered K/V and a balanced sequence split."""
+    return RunConfig(
+        model=LLAMA,
+        mesh=MeshSection(dp_replicate=2, dp_shard=2, cp=2),
+        pipeline=PipelineSection(schedule="GPipe", num_microbatches=2),
+        fsdp=FsdpSection(wrap="first_block", reshard_after_forward=True),
+        context=ContextSection(ulysses_degree=1, load_balance=True),
+        data=DataSection(padding=0.25),
+    )
+
+
+def pangu_dense() -> RunConfig:
+    """Return latent attention and an uneven layer split, compared over three optimizer steps."""
+    return RunConfig(
+        # An extra key of the model section is a hyper-parameter of the model.
+        model=ModelSection.model_validate({"name": "pangu_moe", "preset": "tiny", "num_layers": 5}),
+        mesh=MeshSection(pp=2, dp_shard=2, cp=2),
+        pipeline=PipelineSection(schedule="1F1B", num_microbatches=2, layers_per_stage=(3, 2)),
+        align=AlignSection(steps=3),
+    )
+
+
+def zero_bubble() -> RunConfig:
+    """Return a V-shaped schedule that splits the backward pass, with its parameters kept gathered."""
+    return RunConfig(
+        model=LLAMA,
+        mesh=MeshSection(pp=2, dp_shard=4),
+        pipeline=PipelineSection(schedule="ZBVZeroBubble", num_microbatches=4, stages_per_rank=2),
+        fsdp=FsdpSection(reshard_after_forward=False),
+        batch=BatchSection(global_batch=16),
+    )
+
+
+PRESETS: Mapping[str, Callable[[], RunConfig]] = MappingProxyType(
+    {make.__name__: make for make in (pp_fsdp_cp, hsdp, pangu_dense, zero_bubble)}
+)
+DEFAULT_PRESET = pp_fsdp_cp.__name__
+
+
+def find_preset(name: str) -> RunConfig:
+    """Return the run called ``name``.
+
+    Raises:
+        ConfigError: There is no such preset; the nearest name is suggested.
+    """
+    if name not in PRESETS:
+        raise ConfigError(f"PRESET={name!r} is not a preset of a run. {suggest(name, PRESETS)}")
+    return PRESETS[name]()

@@ -1,0 +1,243 @@
+"""Every static rule that joins keys of a config. Each rule looks only at keys that are sound.
+
+A rule returns sentences that name the values, the rule and the fix; all rules are asked, so that a
+user sees everything at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from paralign.config.model_choice import ModelChoice, choose_model
+from paralign.config.parse import show
+from paralign.config.run import RunConfig
+from paralign.errors import DataError, MeshError, ScheduleError
+from paralign.models.registry import MODELS
+from paralign.parallel.context_rules import requirements
+from paralign.parallel.stages import find_schedule
+from paralign.parallel.support import Plan
+from paralign.parallel.support import problems as plan_problems
+from paralign.train.corpus import find_corpus
+from paralign.train.data import NUM_BYTES, check_length
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What a rule may look at."""
+
+    config: RunConfig
+    model: ModelChoice
+    world_size: int | None  # None: as many ranks as the mesh asks for will be started
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """A check, and the keys that must be sound for it to make sense."""
+
+    needs: tuple[str, ...]
+    check: Callable[[Facts], Iterator[str]]
+
+
+def find_problems(
+    config: RunConfig, *, unsound: frozenset[str] = frozenset(), world_size: int | None = None
+) -> list[str]:
+    """Return every rule that ``config`` breaks, one or two sentences each.
+
+    Args:
+        config: The config to look at.
+        unsound: Dotted paths whose value could not be read; rules that need them are left out.
+        world_size: Number of ranks that exist already, when they do.
+    """
+    facts = Facts(config=config, model=choose_model(config.model), world_size=world_size)
+    sick = set(unsound) | ({"model"} if facts.model.problems else set())
+    return [
+        problem
+        for rule in RULES
+        if not any(_touches(need, path) for need in rule.needs for path in sick)
+        for problem in rule.check(facts)
+    ]
+
+
+def plan_of(config: RunConfig, model: ModelChoice | None = None) -> Plan:
+    """Return what the support table looks at."""
+    model = model or choose_model(config.model)
+    pipeline = config.pipeline
+    return Plan(
+        schedule=pipeline.schedule,
+        num_microbatches=pipeline.num_microbatches,
+        pp=config.mesh.pp,
+        stages_per_rank=pipeline.stages_per_rank,
+        num_layers=model.size("num_layers"),
+        layers_per_stage=pipeline.layers_per_stage,
+        wrap=config.fsdp.wrap,
+        reshard_after_forward=config.fsdp.reshard,
+        compute_dtype=config.precision.compute,
+        reduce_dtype=config.precision.reduce,
+    )
+
+
+def _touches(need: str, path: str) -> bool:
+    """Whether an unsound ``path`` spoils ``need``: either may be a section that holds the other."""
+    return need == path or need.startswith(f"{path}.") or path.startswith(f"{need}.")
+
+
+def _model(facts: Facts) -> Iterator[str]:
+    yield from choose_model(facts.config.model).problems
+
+
+def _later_axes(facts: Facts) -> Iterator[str]:
+    for axis, meaning in (("tp", "tensor parallelism"), ("ep", "expert parallelism")):
+        degree = getattr(facts.config.mesh, axis)
+        if degree > 1:
+            yield (
+                f"mesh.{axis}={degree}: {meaning} is not in this version of paralign. "
+                f"Use {axis}: 1."
+            )
+
+
+def _world(facts: Facts) -> Iterator[str]:
+    mesh = facts.config.mesh
+    # tp and ep above 1 are refused by another rule; here they still count as ranks.
+    if facts.world_size is not None:
+        try:
+            mesh.model_copy(update={"ep": 1}).degrees.check_world_size(facts.world_size)
+        except MeshError as error:
+            yield str(error)
+
+
+def _schedule(facts: Facts) -> Iterator[str]:
+    try:
+        find_schedule(facts.config.pipeline.schedule)
+    except ScheduleError as error:
+        yield f"pipeline.{error}"
+
+
+def _plan(facts: Facts) -> Iterator[str]:
+    if not list(_schedule(facts)):
+        yield from plan_problems(plan_of(facts.config, facts.model))
+
+
+def _rows(facts: Facts) -> Iterator[str]:
+    config = facts.config
+    rows, pieces = config.batch.global_batch, config.pipeline.num_microbatches
+    dp = config.mesh.dp_replicate * config.mesh.dp_shard
+    share = dp * pieces
+    if rows % share:
+        below = rows - rows % share
+        fix = f"{below} or {below + share}" if below else f"{share}"
+        product = f"{config.mesh.dp_replicate} * {config.mesh.dp_shard} * {pieces} = {share}"
+        yield (
+            f"batch.global_batch={rows} does not divide into dp_replicate * dp_shard * "
+            f"num_microbatches = {product} equal pieces (remainder {rows % share}). "
+            f"Use global_batch={fix}."
+        )
+
+
+def _sequence(facts: Facts) -> Iterator[str]:
+    config, cp = facts.config, facts.config.mesh.cp
+    # Where the heads are unknown, or wrong by themselves, only the sequence is judged here: any
+    # number that divides stands for them.
+    judged = not list(_model_sizes(facts))
+    num_heads = (facts.model.size("num_heads") if judged else None) or cp
+    num_kv_heads = (facts.model.size("num_kv_heads") if judged else None) or num_heads
+    yield from requirements(
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        seq_len=config.batch.seq_len,
+        degree=cp,
+        ulysses_degree=config.context.ulysses_degree,
+        load_balance=config.context.load_balance,
+    )
+
+
+def _model_sizes(facts: Facts) -> Iterator[str]:
+    config = facts.config
+    if facts.model.config is not None and config.model.name is not None:
+        degrees = config.mesh.model_copy(update={"tp": 1, "ep": 1}).degrees
+        entry = MODELS[config.model.name]
+        for problem in entry.problems(facts.model.config, degrees, config.batch.seq_len):
+            yield f"model: {problem}"
+
+
+def _vocabulary(facts: Facts) -> Iterator[str]:
+    vocab_size = facts.model.size("vocab_size")
+    if vocab_size is not None and 0 < vocab_size < NUM_BYTES:
+        yield (
+            f"model.vocab_size={vocab_size} is smaller than the {NUM_BYTES} tokens of "
+            f"data.tokenizer=bytes. Use vocab_size={NUM_BYTES} or more."
+        )
+
+
+def _source(facts: Facts) -> Iterator[str]:
+    try:
+        find_corpus(facts.config.data.source)
+    except DataError as error:
+        yield str(error)
+
+
+def _source_length(facts: Facts) -> Iterator[str]:
+    batch = facts.config.batch
+    try:
+        corpus = find_corpus(facts.config.data.source)
+    except DataError:
+        return  # said by the rule above
+    try:
+        check_length(corpus, seq_len=batch.seq_len, num_rows=batch.global_batch)
+    except DataError as error:
+        yield str(error)
+
+
+def _optimizer(facts: Facts) -> Iterator[str]:
+    optimizer = facts.config.optimizer
+    other = {"adamw": ("momentum",), "sgd": ("betas", "eps")}[optimizer.name]
+    for key in other:
+        default = type(optimizer).model_fields[key].default
+        if getattr(optimizer, key) != default:
+            yield (
+                f"optimizer.{key}={show(getattr(optimizer, key))} has no effect on "
+                f"{optimizer.name}, and no setting is ignored. Remove {key}, or use "
+                f"name: {'sgd' if optimizer.name == 'adamw' else 'adamw'}."
+            )
+
+
+def _units(facts: Facts) -> Iterator[str]:
+    wrap = facts.config.fsdp.wrap
+    if isinstance(wrap, str):
+        return
+    names = [name for unit in wrap for name in unit]
+    if not names or not all(unit for unit in wrap):
+        yield (
+            f"fsdp.wrap={[list(unit) for unit in wrap]} has a unit without modules. "
+            "Name at least one module in each, or use wrap: root."
+        )
+    for name in sorted({name for name in names if names.count(name) > 1}):
+        yield (
+            f"fsdp.wrap names {name!r} {names.count(name)} times, but a module belongs to one "
+            "unit. Name it once."
+        )
+
+
+RULES = (
+    Rule(needs=(), check=_model),
+    Rule(needs=("mesh.tp", "mesh.ep"), check=_later_axes),
+    Rule(needs=("mesh",), check=_world),
+    Rule(needs=("pipeline.schedule",), check=_schedule),
+    Rule(needs=("pipeline", "mesh.pp", "fsdp", "precision", "model"), check=_plan),
+    Rule(
+        needs=(
+            "batch.global_batch",
+            "pipeline.num_microbatches",
+            "mesh.dp_replicate",
+            "mesh.dp_shard",
+        ),
+        check=_rows,
+    ),
+    Rule(needs=("batch.seq_len", "mesh.cp", "context", "model"), check=_sequence),
+    Rule(needs=("model", "mesh", "batch.seq_len"), check=_model_sizes),
+    Rule(needs=("model", "data.tokenizer"), check=_vocabulary),
+    Rule(needs=("data.source",), check=_source),
+    Rule(needs=("data.source", "batch"), check=_source_length),
+    Rule(needs=("optimizer",), check=_optimizer),
+    Rule(needs=("fsdp.wrap",), check=_units),
+)

@@ -1,0 +1,294 @@
+"""What a RUN.yaml may say: one frozen section a topic, each key with its type, default and meaning.
+
+Only types and ranges live here. What joins two keys is in :mod:`paralign.config.rules`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+
+from paralign.mesh import Degrees
+from paralign.parallel.stages import SCHEDULES
+
+T = TypeVar("T")
+
+Dtype = Literal["float64", "float32", "bfloat16"]
+Count = Annotated[int, Field(ge=1)]
+Natural = Annotated[int, Field(ge=0)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Share = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
+
+
+def _key(default: T, meaning: str, *, expects: str, example: str, words: str = "") -> T:
+    """Declare a key for messages and for the page that ``paralign init`` writes.
+
+    Args:
+        default: Its value when the config does not give it.
+        meaning: What it does, in a few words.
+        expects: Completes the sentence "it must be ...".
+        example: A value that works, as YAML.
+        words: Those texts it may be, one of which may have been meant.
+    """
+    extra: dict[str, Any] = {"expects": expects, "example": example, "words": words}
+    field: T = Field(default, description=meaning, json_schema_extra=extra)
+    return field
+
+
+def _count(default: int, meaning: str, *, example: str = "2") -> int:
+    return _key(default, meaning, expects="a whole number of at least 1", example=example)
+
+
+def _dtype(default: Dtype, meaning: str) -> Dtype:
+    names = "float64, float32, bfloat16"
+    return _key(default, meaning, expects=f"one of {names}", example=str(default), words=names)
+
+
+def _tuples(value: Any) -> Any:
+    """Turn YAML's lists, and lists in them, into tuples, which a frozen section can hold."""
+    if not isinstance(value, list):
+        return value
+    return tuple(tuple(item) if isinstance(item, list) else item for item in value)
+
+
+def _schedule_name(name: str) -> str:
+    """Spell a known schedule as torch does; an unknown one is left for the rules to name."""
+    kind = SCHEDULES.get(name.lower())
+    return kind.name if kind else name
+
+
+class Section(BaseModel):
+    """A part of the config: frozen, strictly typed, no unknown keys."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+
+
+class ModelSection(Section):
+    """Which model to run: one of paralign's by name, or your own by import path."""
+
+    # Every other key is a hyper-parameter of the model, checked against the model's own names.
+    model_config = ConfigDict(frozen=True, strict=True, extra="allow")
+
+    name: str | None = _key(
+        None, "a model that ships with paralign", expects="the name of a model", example="llama"
+    )
+    preset: str | None = _key(
+        None, "its starting sizes", expects="the name of a preset", example="tiny"
+    )
+    build: str | None = _key(
+        None,
+        "your own model: a function that returns the module",
+        expects="text like pkg.module:function",
+        example='"my_pkg.model:build"',
+    )
+    blueprint: str | None = _key(
+        None,
+        "how it is cut: a Blueprint class, or a function of the module that returns one",
+        expects="text like pkg.module:name",
+        example='"my_pkg.model:cut"',
+    )
+
+    @property
+    def hyper_parameters(self) -> dict[str, Any]:
+        """The keys that are handed to the model."""
+        return dict(self.model_extra or {})
+
+
+class MeshSection(Section):
+    """How many ranks each mesh axis has; 1 means the axis is off."""
+
+    pp: Count = _count(1, "pipeline stages run side by side")
+    dp_replicate: Count = _count(1, "copies of the model, each with its own rows (HSDP)")
+    dp_shard: Count = _count(1, "ranks that share one copy of the parameters (FSDP)")
+    cp: Count = _count(1, "ranks that share one sequence (context parallel)")
+    tp: Count = _count(1, "tensor parallel; only 1 in this version", example="1")
+    ep: Count = _count(1, "expert parallel; only 1 in this version", example="1")
+
+    @property
+    def degrees(self) -> Degrees:
+        """The same numbers as the value that ``build_mesh`` takes."""
+        return Degrees(**{name: getattr(self, name) for name in type(self).model_fields})
+
+
+class PipelineSection(Section):
+    """How the layers are split into stages and in which order micro-batches run."""
+
+    schedule: Annotated[str, AfterValidator(_schedule_name)] = _key(
+        "1F1B",
+        "GPipe, 1F1B, Interleaved1F1B, LoopedBFS, InterleavedZeroBubble, ZBVZeroBubble, DualPipeV",
+        expects="the name of a schedule",
+        example="1F1B",
+    )
+    num_microbatches: Count = _count(4, "pieces a rank's rows are cut into, one after another")
+    stages_per_rank: Count | None = _key(
+        None,
+        "null: 1, or 2 where the schedule has virtual stages",
+        expects="a whole number of at least 1, or null",
+        example="2",
+    )
+    layers_per_stage: Annotated[tuple[Count, ...], BeforeValidator(_tuples)] | None = _key(
+        None,
+        "null: as even as it can be; or one number a stage, such as [3, 2, 2, 1]",
+        expects="a list of whole numbers of at least 1, or null",
+        example="[3, 2, 2, 1]",
+    )
+
+
+class FsdpSection(Section):
+    """How parameters are grouped into units that are gathered and reduced together."""
+
+    wrap: Annotated[
+        Literal["root", "blocks", "first_block"] | tuple[tuple[str, ...], ...],
+        BeforeValidator(_tuples),
+    ] = _key(
+        "blocks",
+        "root, blocks, first_block, or lists of module names; the root is always wrapped",
+        expects="root, blocks, first_block, or a list of lists of module names",
+        example="blocks",
+        words="root, blocks, first_block",
+    )
+    reshard_after_forward: bool | Literal["default"] = _key(
+        "default",
+        "true: free gathered parameters after the forward; default: as torch chooses",
+        expects="true, false or default",
+        example="default",
+        words="default",
+    )
+
+    @property
+    def reshard(self) -> bool | None:
+        """The choice as torch takes it: None lets torch choose."""
+        choice = self.reshard_after_forward
+        return choice if isinstance(choice, bool) else None
+
+
+class ContextSection(Section):
+    """How attention works on a sequence that is split over cp."""
+
+    ulysses_degree: Count | None = _key(
+        None,
+        "null: all of cp swaps sequence for heads; 1: gather K and V; between: both",
+        expects="a whole number of at least 1, or null",
+        example="2",
+    )
+    load_balance: bool = _key(
+        False,
+        "give each rank a piece from the head and one from the tail of the sequence",
+        expects="true or false",
+        example="false",
+    )
+
+
+class BatchSection(Section):
+    """How many tokens one optimizer step sees, over all ranks and micro-batches."""
+
+    global_batch: Count = _count(8, "rows", example="8")
+    seq_len: Count = _count(64, "tokens a row", example="64")
+
+
+class DataSection(Section):
+    """Where the tokens come from."""
+
+    source: Annotated[str, Field(min_length=1)] = _key(
+        "stdlib",
+        "stdlib (the .py files of this Python), or the path of a text file or folder",
+        expects="stdlib, or the path of a text file or folder",
+        example="stdlib",
+    )
+    tokenizer: Literal["bytes"] = _key(
+        "bytes", "one token a byte, 256 in all", expects="bytes", example="bytes"
+    )
+    padding: Share = _key(
+        0.0,
+        "largest share of a row that is a masked tail; uneven from row to row",
+        expects="a number of at least 0 and below 1",
+        example="0.25",
+    )
+
+
+class PrecisionSection(Section):
+    """Which dtype each part of the training step works in."""
+
+    compute: Dtype = _dtype("float32", "forward and backward")
+    reduce: Dtype = _dtype("float32", "sums of gradients over ranks")
+
+
+class OptimizerSection(Section):
+    """How parameters move after the gradients are final."""
+
+    name: Literal["adamw", "sgd"] = _key(
+        "adamw",
+        "adamw or sgd",
+        expects="one of adamw, sgd",
+        example="adamw",
+        words="adamw, sgd",
+    )
+    lr: Positive = _key(3.0e-4, "learning rate", expects="a number above 0", example="3.0e-4")
+    betas: Annotated[tuple[Share, Share], BeforeValidator(_tuples)] = _key(
+        (0.9, 0.95),
+        "adamw: decay of the two moments",
+        expects="a list of two numbers of at least 0 and below 1",
+        example="[0.9, 0.95]",
+    )
+    eps: Positive = _key(
+        1.0e-8, "adamw: added to the denominator", expects="a number above 0", example="1.0e-8"
+    )
+    weight_decay: NonNegative = _key(
+        0.1, "weight decay", expects="a number of at least 0", example="0.1"
+    )
+    momentum: Share = _key(
+        0.0, "sgd: momentum", expects="a number of at least 0 and below 1", example="0.9"
+    )
+    clip: Positive | None = _key(
+        1.0,
+        "largest gradient norm over all parameters; null: no clipping",
+        expects="a number above 0, or null",
+        example="1.0",
+    )
+
+
+class AlignSection(Section):
+    """How the parallel run is compared with the run on one device."""
+
+    dtype: Dtype | None = _key(
+        None,
+        "null: float64 where the device has it, else float32 against a float64 truth on the CPU",
+        expects="one of float64, float32, bfloat16, or null",
+        example="float64",
+        words="float64, float32, bfloat16",
+    )
+    steps: Count = _count(1, "optimizer steps to compare", example="1")
+    seed: Natural = _key(
+        0, "of weights and data", expects="a whole number of at least 0", example="0"
+    )
+    jitter: NonNegative = _key(
+        0.02,
+        "noise on parameters that start constant (norms, biases), so that no fault in them hides "
+        "behind zeros; 0: off",
+        expects="a number of at least 0",
+        example="0.02",
+    )
+
+
+class RunConfig(Section):
+    """A whole run, resolved: what :func:`paralign.config.load_config` returns."""
+
+    model: ModelSection = ModelSection()
+    mesh: MeshSection = MeshSection()
+    pipeline: PipelineSection = PipelineSection()
+    fsdp: FsdpSection = FsdpSection()
+    context: ContextSection = ContextSection()
+    batch: BatchSection = BatchSection()
+    data: DataSection = DataSection()
+    precision: PrecisionSection = PrecisionSection()
+    optimizer: OptimizerSection = OptimizerSection()
+    align: AlignSection = AlignSection()
+    device: Literal["cpu", "cuda", "npu", "xpu"] = _key(
+        "cpu",
+        "cpu, cuda, npu or xpu",
+        expects="one of cpu, cuda, npu, xpu (no index: each rank picks its own)",
+        example="cpu",
+        words="cpu, cuda, npu, xpu",
+    )

@@ -1,0 +1,84 @@
+"""The fork server: one process that has imported torch and forks every rank from then on.
+
+``multiprocessing`` keeps it alive until this process ends, so the second world pays no import.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing import forkserver, get_context
+from multiprocessing.context import ForkServerContext
+from pathlib import Path
+
+from paralign.errors import ConfigError
+
+PRELOAD = "paralign.launch.preload"
+
+
+def start_fork_server(*modules: str) -> None:
+    """Start the fork server and return at once, while it imports torch in the background.
+
+    ``run_ranks`` calls this; a program calls it earlier to read its config in the meantime. Does
+    nothing where a fork server already runs in this process: ``modules`` of a later call, or a fork
+    server that other code started before, mean that ranks import those modules themselves.
+
+    Args:
+        modules: More modules that every rank needs, to be imported once as well. They must not
+            start threads nor touch an accelerator.
+
+    Raises:
+        ConfigError: A module does not exist. (The fork server itself would ignore it silently.)
+    """
+    missing = [f"module {name!r} does not exist" for name in modules if not _exists(name)]
+    if missing:
+        raise ConfigError.from_problems("cannot preload modules for the ranks", missing)
+    forkserver.set_forkserver_preload([PRELOAD, *modules])
+    with _import_path_in_environment():
+        forkserver.ensure_running()
+
+
+def fork_context() -> ForkServerContext:
+    """Return the ``multiprocessing`` context whose processes come from the fork server."""
+    return get_context("forkserver")
+
+
+def _exists(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+@contextmanager
+def _import_path_in_environment() -> Iterator[None]:
+    # A fork server gets this process's sys.path but does not use it for its own imports, so a
+    # paralign found by sys.path alone would not be preloaded.
+    saved = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
+    try:
+        yield
+    finally:
+        if saved is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = saved
+
+
+@contextmanager
+def main_module_hidden() -> Iterator[None]:
+    """Keep ``multiprocessing`` from importing this program's main module in every rank.
+
+    A console script imports the whole command line, a test run all of pytest: seconds for eight
+    ranks that need none of it. ``rank.py`` imports the main module where the job refers to it.
+    """
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main

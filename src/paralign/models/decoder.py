@@ -1,0 +1,71 @@
+"""The part of a blueprint that paralign's own decoders share: same pieces, same flow."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, cast
+
+from torch import Tensor, nn
+
+from paralign.blueprint import Batch, Blueprint
+from paralign.models.rotary import Rotary
+from paralign.randomness import Init
+
+if TYPE_CHECKING:
+    from paralign.parallel.context import ContextParallel
+
+
+class DecoderBlueprint(Blueprint):
+    """Embedding, layers that take rotary tables, norm and head.
+
+    A subclass gives ``context``, which returns the rotary tables.
+
+    Args:
+        num_layers: Layers of the whole model.
+        init_std: Standard deviation of initial weights.
+        residual_names: Ends of the names of projections that write into the residual stream; theirs
+            is smaller by ``sqrt(2 * num_layers)``, so that the stream does not grow with depth.
+    """
+
+    prologue_names = ("embedding",)
+    layers_name = "layers"
+    epilogue_names = ("norm", "head")
+
+    def __init__(
+        self, *, num_layers: int, init_std: float, residual_names: tuple[str, ...]
+    ) -> None:
+        self._init_std = init_std
+        self._residual_std = init_std / math.sqrt(2 * num_layers)
+        self._residual_names = residual_names
+
+    def prologue(self, pieces: nn.Module, batch: Batch, context: Rotary) -> Tensor:
+        """Embed the tokens."""
+        return cast(Tensor, pieces.get_submodule("embedding")(batch["tokens"]))
+
+    def layer(self, layer: nn.Module, x: Tensor, context: Rotary) -> Tensor:
+        """Run one layer."""
+        return cast(Tensor, layer(x, context))
+
+    def epilogue(self, pieces: nn.Module, x: Tensor, context: Rotary) -> Tensor:
+        """Norm and project to logits."""
+        norm, head = pieces.get_submodule("norm"), pieces.get_submodule("head")
+        return cast(Tensor, head(norm(x)))
+
+    def forward(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Run the model's own ``forward`` with the batch's positions."""
+        return cast(Tensor, model(batch["tokens"], batch["positions"]))
+
+    def attention(self) -> dict[str, ContextParallel]:
+        """Name the attention core and its layout."""
+        from paralign.parallel.context import ContextParallel
+
+        return {"attention.core": ContextParallel(layout="BNSD", mask_kwarg_name="mask")}
+
+    def init(self, name: str, shape: tuple[int, ...]) -> Init:
+        """Norms start at one, biases at zero, weights normal."""
+        if name.endswith("bias"):
+            return Init.constant(0.0)
+        if name.endswith("norm.weight"):
+            return Init.constant(1.0)
+        residual = name.removesuffix(".weight").endswith(self._residual_names)
+        return Init.normal(std=self._residual_std if residual else self._init_std)

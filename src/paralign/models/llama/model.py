@@ -1,0 +1,103 @@
+"""A llama decoder: grouped-query attention, rotary positions, SwiGLU, RMSNorm.
+
+A plain module that knows nothing of meshes.
+
+Ref:
+    Touvron et al., "LLaMA: Open and Efficient Foundation Language Models", 2023.
+    https://arxiv.org/abs/2302.13971
+    Ainslie et al., "GQA: Training Generalized Multi-Query Transformer Models from Multi-Head
+    Checkpoints", 2023. https://arxiv.org/abs/2305.13245
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from paralign.errors import ConfigError
+from paralign.models.attention import CausalAttention
+from paralign.models.feed_forward import SwiGLU
+from paralign.models.llama.presets import LlamaConfig
+from paralign.models.rotary import Rotary, apply_rotary, default_positions, rotary_tables
+
+
+class Attention(nn.Module):
+    """Grouped-query self-attention with rotary positions."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        hidden, kv_width = config.hidden_size, config.num_kv_heads * config.head_dim
+        self.wq = nn.Linear(hidden, hidden, bias=config.bias)
+        self.wk = nn.Linear(hidden, kv_width, bias=config.bias)
+        self.wv = nn.Linear(hidden, kv_width, bias=config.bias)
+        self.wo = nn.Linear(hidden, hidden, bias=config.bias)
+        self.core = CausalAttention()
+
+    def forward(self, x: Tensor, rotary: Rotary) -> Tensor:
+        """Map ``[B, S, hidden_size]`` to the same shape."""
+        q = apply_rotary(self._split_heads(self.wq(x)), rotary)
+        k = apply_rotary(self._split_heads(self.wk(x)), rotary)
+        v = self._split_heads(self.wv(x))
+        out: Tensor = self.wo(self.core(q, k, v).transpose(1, 2).flatten(2))
+        return out
+
+    def _split_heads(self, x: Tensor) -> Tensor:
+        return x.view(*x.shape[:-1], -1, self.head_dim).transpose(1, 2)  # [B, N, S, D]
+
+
+class Layer(nn.Module):
+    """Attention and feed-forward, each on a normed input and added to the residual stream."""
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
+        self.attention = Attention(config)
+        self.ffn_norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
+        self.ffn = SwiGLU(config.hidden_size, config.ffn_hidden_size, bias=config.bias)
+
+    def forward(self, x: Tensor, rotary: Rotary) -> Tensor:
+        """Map ``[B, S, hidden_size]`` to the same shape."""
+        x = x + self.attention(self.attention_norm(x), rotary)
+        out: Tensor = x + self.ffn(self.ffn_norm(x))
+        return out
+
+
+class Llama(nn.Module):
+    """The whole decoder.
+
+    Raises:
+        ConfigError: The config breaks a rule of its own; all are listed.
+    """
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        if problems := config.problems():
+            raise ConfigError.from_problems("cannot build a llama model", problems)
+        self.config = config
+        self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_layers))
+        self.norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
+        self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=config.bias)
+        if config.tie_embeddings:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Predict the next token of every position.
+
+        Shapes:
+            tokens: ``[B, S]`` int64.
+            positions: ``[B, S]`` int64, global; None: whole sequences, ``0 .. S-1``.
+            returns: logits ``[B, S, vocab_size]``.
+        """
+        positions = default_positions(tokens) if positions is None else positions
+        rotary = llama_rotary(self.config, positions)
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x, rotary)
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+
+def llama_rotary(config: LlamaConfig, positions: Tensor) -> Rotary:
+    """Return the tables that turn each head by its token's position ``[B, S]``."""
+    return rotary_tables(positions, head_dim=config.head_dim, theta=config.rope_theta)

@@ -1,0 +1,124 @@
+"""A decoder with multi-head latent attention; its blocks are dense. Knows nothing of meshes.
+
+Queries come from one narrow latent, keys and values from another. Position enters through a few
+extra features: rotary queries per head, and one rotary key that all heads share::
+
+    x -> q_down -> q_norm -> q_up ---------------------> [ q_nope | q_rope* ]   per head
+    x -> kv_down -> [ latent -> kv_norm -> kv_up ------> [ k_nope ] [ v ]       per head
+                    | k_rope* ]                          one for all heads
+    (* turned by position)
+
+Ref:
+    DeepSeek-AI, "DeepSeek-V2", 2024, section 2.1. https://arxiv.org/abs/2405.04434
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from paralign.errors import ConfigError
+from paralign.models.attention import CausalAttention
+from paralign.models.feed_forward import SwiGLU
+from paralign.models.pangu_moe.presets import PanguMoeConfig
+from paralign.models.rotary import Rotary, apply_rotary, default_positions, rotary_tables
+
+
+class LatentAttention(nn.Module):
+    """Multi-head latent self-attention with decoupled rotary positions."""
+
+    def __init__(self, config: PanguMoeConfig) -> None:
+        super().__init__()
+        self.config = config
+        hidden, heads, bias = config.hidden_size, config.num_heads, config.bias
+        self.q_down = nn.Linear(hidden, config.q_lora_rank, bias=bias)
+        self.q_norm = nn.RMSNorm(config.q_lora_rank, eps=config.norm_eps)
+        self.q_up = nn.Linear(config.q_lora_rank, heads * config.qk_head_dim, bias=bias)
+        self.kv_down = nn.Linear(hidden, config.kv_lora_rank + config.qk_rope_head_dim, bias=bias)
+        self.kv_norm = nn.RMSNorm(config.kv_lora_rank, eps=config.norm_eps)
+        kv_width = config.qk_nope_head_dim + config.v_head_dim
+        self.kv_up = nn.Linear(config.kv_lora_rank, heads * kv_width, bias=bias)
+        self.out = nn.Linear(heads * config.v_head_dim, hidden, bias=bias)
+        self.core = CausalAttention()
+
+    def forward(self, x: Tensor, rotary: Rotary) -> Tensor:
+        """Map ``[B, S, hidden_size]`` to the same shape."""
+        attended = self.core(self._queries(x, rotary), *self._keys_and_values(x, rotary))
+        out: Tensor = self.out(attended.transpose(1, 2).flatten(2))
+        return out
+
+    def _queries(self, x: Tensor, rotary: Rotary) -> Tensor:
+        c = self.config
+        q = self._split_heads(self.q_up(self.q_norm(self.q_down(x))))
+        nope, rope = torch.split(q, [c.qk_nope_head_dim, c.qk_rope_head_dim], dim=-1)
+        return torch.cat((nope, apply_rotary(rope, rotary)), dim=-1)
+
+    def _keys_and_values(self, x: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
+        c = self.config
+        latent, rope = torch.split(self.kv_down(x), [c.kv_lora_rank, c.qk_rope_head_dim], dim=-1)
+        kv = self._split_heads(self.kv_up(self.kv_norm(latent)))
+        nope, v = torch.split(kv, [c.qk_nope_head_dim, c.v_head_dim], dim=-1)
+        # The one rotary key serves every head.
+        rope = apply_rotary(rope.unsqueeze(1), rotary).expand(-1, c.num_heads, -1, -1)
+        return torch.cat((nope, rope), dim=-1), v
+
+    def _split_heads(self, x: Tensor) -> Tensor:
+        return x.view(*x.shape[:-1], self.config.num_heads, -1).transpose(1, 2)  # [B, N, S, D]
+
+
+class Layer(nn.Module):
+    """Latent attention and a dense feed-forward, each on a normed input and added to the stream."""
+
+    def __init__(self, config: PanguMoeConfig) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
+        self.attention = LatentAttention(config)
+        self.ffn_norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
+        self.ffn = SwiGLU(config.hidden_size, config.ffn_hidden_size, bias=config.bias)
+
+    def forward(self, x: Tensor, rotary: Rotary) -> Tensor:
+        """Map ``[B, S, hidden_size]`` to the same shape."""
+        x = x + self.attention(self.attention_norm(x), rotary)
+        out: Tensor = x + self.ffn(self.ffn_norm(x))
+        return out
+
+
+class PanguMoe(nn.Module):
+    """The whole decoder.
+
+    Raises:
+        ConfigError: The config breaks a rule of its own; all are listed.
+    """
+
+    def __init__(self, config: PanguMoeConfig) -> None:
+        super().__init__()
+        if problems := config.problems():
+            raise ConfigError.from_problems("cannot build a pangu_moe model", problems)
+        self.config = config
+        self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_layers))
+        self.norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
+        self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=config.bias)
+        if config.tie_embeddings:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Predict the next token of every position.
+
+        Shapes:
+            tokens: ``[B, S]`` int64.
+            positions: ``[B, S]`` int64, global; None: whole sequences, ``0 .. S-1``.
+            returns: logits ``[B, S, vocab_size]``.
+        """
+        positions = default_positions(tokens) if positions is None else positions
+        rotary = pangu_rotary(self.config, positions)
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x, rotary)
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+
+def pangu_rotary(config: PanguMoeConfig, positions: Tensor) -> Rotary:
+    """Return the tables that turn the rotary features by each token's position ``[B, S]``."""
+    return rotary_tables(positions, head_dim=config.qk_rope_head_dim, theta=config.rope_theta)

@@ -1,0 +1,82 @@
+"""Rules that the sizes of every model share, as sentences for the user. None needs torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
+from typing import Any
+
+
+def size_problems(config: Any, *, counts: Sequence[str], positive: Sequence[str]) -> list[str]:
+    """Return a sentence for every field that is not a whole number >= 1, or a number above 0."""
+    found = [
+        f"{name}={value!r} must be a whole number of at least 1"
+        for name in counts
+        if not is_whole(value := getattr(config, name)) or value < 1
+    ]
+    found += [
+        f"{name}={value!r} must be a number above 0"
+        for name in positive
+        if not is_number(value := getattr(config, name)) or not value > 0 or math.isinf(value)
+    ]
+    return found
+
+
+def split_problem(name: str, value: int, degree: int, axis: str) -> list[str]:
+    """Return a sentence when ``value`` does not split evenly over ``axis``, else nothing."""
+    remainder = value % degree
+    if not remainder:
+        return []
+    legal = ", ".join(str(d) for d in range(1, value + 1) if value % d == 0)
+    return [
+        f"{name}={value} does not split evenly over axis '{axis}' ({degree} ranks, remainder "
+        f"{remainder}). Use {axis} in {{{legal}}} or {name}={value - remainder + degree}."
+    ]
+
+
+def divide_problem(name: str, value: int, by: str, divisor: int) -> list[str]:
+    """Return a sentence when ``value`` is not a multiple of another field, else nothing."""
+    remainder = value % divisor
+    if not remainder:
+        return []
+    return [
+        f"{name}={value} must be a multiple of {by}={divisor} (remainder {remainder}). "
+        f"Use {name}={value - remainder + divisor}."
+    ]
+
+
+def even_problem(name: str, value: int, fix: str) -> list[str]:
+    """Return a sentence when rotary positions cannot turn ``value`` features in pairs."""
+    if value % 2 == 0:
+        return []
+    return [
+        f"{name}={value} must be even, since rotary positions turn pairs of features. Use {fix}."
+    ]
+
+
+def seq_len_problem(seq_len: int) -> list[str]:
+    """Return a sentence when a sequence of ``seq_len`` tokens is too short, else nothing."""
+    if is_whole(seq_len) and seq_len >= 2:
+        return []
+    return [
+        f"seq_len={seq_len!r} must be a whole number of at least 2: a single token has no next "
+        "token to predict. Use seq_len=2 or more."
+    ]
+
+
+def is_whole(value: object) -> bool:
+    """Tell an int from a bool, which Python counts as an int."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_number(value: object) -> bool:
+    """Tell a number from a bool or text."""
+    return is_whole(value) or isinstance(value, float)
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """Return "Did you mean X?" when a known name is close, else the list of known names."""
+    names = list(known)
+    near = get_close_matches(name, names, n=1)
+    return f"Did you mean {near[0]!r}?" if near else f"Use one of {', '.join(names)}."

@@ -1,0 +1,148 @@
+"""Pipeline parallelism: runs one step of a schedule over this rank's stages.
+
+The one module that drives torch's schedule runtime. It hands torch static stages, whose shapes are known
+from the meta device, so that no forward runs twice; it switches torch's own gradient scaling off, because
+the loss is already divided by the global token count; and it builds a schedule for every batch shape it
+meets, because torch's buffers fit only the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
+
+from paralign.blueprint import Blueprint
+from paralign.loss import token_cross_entropy_sum
+from paralign.mesh import Axis
+from paralign.parallel.stage import Stage, boundary_tensors
+from paralign.parallel.stages import split_layers
+from paralign.parallel.support import Plan
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pipeline:
+    """The schedule of a pipeline.
+
+    Attributes:
+        schedule: One of torch's schedules, in any case.
+        num_microbatches: Micro-batches a step; the rows of a rank's batch must divide by it.
+        stages_per_rank: None: 1, or 2 for a schedule with virtual stages.
+        layers_per_stage: Layers of every stage in model order; None splits evenly.
+    """
+
+    schedule: str = "1F1B"
+    num_microbatches: int = 1
+    stages_per_rank: int | None = None
+    layers_per_stage: tuple[int, ...] | None = None
+
+
+class PipelineRuntime:
+    """Runs forward and backward of every micro-batch through this rank's stages.
+
+    Args:
+        stages: Stage index -> module, for the stages of this rank, in index order.
+        plan: The resolved plan.
+        blueprint: How the pieces are composed.
+        skeleton: The whole model on the meta device in the compute dtype.
+        mesh: The run's mesh.
+        device: Where the stages are.
+    """
+
+    def __init__(
+        self,
+        stages: Mapping[int, Stage],
+        *,
+        plan: Plan,
+        blueprint: Blueprint,
+        skeleton: nn.Module,
+        mesh: DeviceMesh,
+        device: torch.device,
+    ) -> None:
+        assert plan.num_layers is not None
+        self._stages = dict(stages)
+        self._plan = plan
+        self._blueprint = blueprint
+        self._skeleton = skeleton
+        self._splits = split_layers(plan.num_layers, plan.num_stages, plan.layers_per_stage)
+        self._group = mesh[str(Axis.PP)].get_group()
+        self._device = device
+        self._schedules: dict[tuple[int, int], Any] = {}  # (rows, local sequence) -> schedule
+        self._normaliser = 1.0
+
+    def step(
+        self, tensors: Mapping[str, Tensor], *, seq_len: int, normaliser: float
+    ) -> Tensor | None:
+        """Run one step; afterwards every unit has reduced its gradients once.
+
+        Shapes (B local rows, S local sequence):
+            tensors: ``tokens``, ``labels`` and ``positions``, each ``[B, S]``.
+            returns: on the rank that runs the last stage, this rank's share of the loss: the sum over
+                its own tokens divided by ``normaliser``. None on other ranks.
+
+        Comm (per micro-batch, b rows, width D):
+            one send of ``b * S * D`` elements between neighbouring stages forward, one backward.
+
+        Args:
+            tensors: This rank's batch.
+            seq_len: Global sequence length.
+            normaliser: What the sum of token losses is divided by: the number of valid tokens of the
+                global batch, known before the first backward pass.
+        """
+        rows, local_seq = tensors["tokens"].shape
+        schedule = self._schedules.get((rows, local_seq))
+        if schedule is None:
+            schedule = self._schedules[rows, local_seq] = self._build(rows, local_seq)
+        self._normaliser = normaliser
+        for stage in self._stages.values():
+            stage.seq_len = seq_len
+
+        context = {name: tensors[name] for name in ("tokens", "positions")}
+        args = (tensors["tokens"],) if 0 in self._stages else ()
+        if self._plan.num_stages - 1 not in self._stages:
+            schedule.step(*args, return_outputs=False, **context)
+            return None
+        losses: list[Tensor] = []
+        schedule.step(
+            *args, target=tensors["labels"], losses=losses, return_outputs=False, **context
+        )
+        return torch.stack([loss.detach() for loss in losses]).sum()
+
+    def _build(self, rows: int, local_seq: int) -> Any:
+        num_microbatches = self._plan.num_microbatches
+        boundaries = boundary_tensors(
+            self._skeleton,
+            self._blueprint,
+            splits=self._splits,
+            rows=rows // num_microbatches,
+            local_seq=local_seq,
+        )
+        stages = [
+            PipelineStage(
+                stage,
+                index,
+                self._plan.num_stages,
+                self._device,
+                input_args=boundaries[index][0],
+                output_args=boundaries[index][1],
+                group=self._group,
+            )
+            for index, stage in self._stages.items()
+        ]
+        schedule_class = get_schedule_class(self._plan.kind.name)
+        is_single = issubclass(schedule_class, PipelineScheduleSingle)
+        return schedule_class(
+            stages[0] if is_single else stages,
+            num_microbatches,
+            loss_fn=self._loss,
+            scale_grads=False,
+        )
+
+    def _loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return token_cross_entropy_sum(logits, labels) / self._normaliser

@@ -1,0 +1,192 @@
+"""One pipeline stage as a module: pieces of a model under their global names, composed by a blueprint."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paralign.blueprint import Blueprint
+
+
+class _Namespace(nn.Module):
+    """A dotted-name container: it owns nothing itself and only keeps global names intact."""
+
+    def forward(self) -> None:
+        raise RuntimeError("a namespace is never called")
+
+
+class Stage(nn.Module):
+    """The pieces of one stage, under the same fully qualified names as in the whole model.
+
+    ``named_parameters()`` of all stages together are exactly those of the model, so nobody remaps names.
+
+    Args:
+        model: The whole model; the pieces are taken over, not copied.
+        blueprint: How the pieces are composed.
+        layers: Global indices of this stage's layers.
+        is_first: Whether this stage owns the prologue.
+        is_last: Whether this stage owns the epilogue.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        blueprint: Blueprint,
+        *,
+        layers: Sequence[int],
+        is_first: bool,
+        is_last: bool,
+    ) -> None:
+        super().__init__()
+        self._blueprint = blueprint
+        self._is_first = is_first
+        self._is_last = is_last
+        self._layer_names = [f"{blueprint.layers_name}.{index}" for index in layers]
+        names = list(self._layer_names)
+        names += blueprint.prologue_names if is_first else ()
+        names += blueprint.epilogue_names if is_last else ()
+        for name in names:
+            _adopt(self, model, name)
+        self.seq_len: int | None = None  # global; set by the runtime before the first step
+
+    @property
+    def layer_names(self) -> list[str]:
+        """Global names of this stage's layers, in order."""
+        return list(self._layer_names)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this stage owns the prologue."""
+        return self._is_first
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this stage owns the epilogue."""
+        return self._is_last
+
+    def forward(self, x: Tensor, **batch: Tensor) -> Tensor:
+        """Run this stage on one micro-batch.
+
+        Shapes (b rows of the micro-batch, S local sequence):
+            x: tokens ``[b, S]`` on the first stage, the previous stage's output on the others.
+            batch: ``tokens`` and ``positions``, each ``[b, S]``.
+            returns: the next stage's ``x``; logits ``[b, S, V]`` on the last stage.
+        """
+        assert self.seq_len is not None
+        context = self._blueprint.context(batch, seq_len=self.seq_len)
+        if self._is_first:
+            x = self._blueprint.prologue(self, batch, context)
+        else:
+            x = _contiguous_gradient(x)
+        for name in self._layer_names:
+            x = self._blueprint.layer(self.get_submodule(name), x, context)
+        if self._is_last:
+            return self._blueprint.epilogue(self, x, context)
+        # gloo cannot send a strided tensor, and a split backward pass cannot start at a view.
+        return x.clone(memory_format=torch.contiguous_format) if _is_strided(x) else x
+
+
+def _is_strided(x: Tensor) -> bool:
+    return x._is_view() or not x.is_contiguous()
+
+
+class _ContiguousGradient(torch.autograd.Function):
+    """Identity whose gradient is contiguous, because the gradient is sent to the previous stage."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0].contiguous()
+
+
+def _contiguous_gradient(x: Tensor) -> Tensor:
+    result: Tensor = _ContiguousGradient.apply(x)
+    return result
+
+
+def _adopt(root: nn.Module, model: nn.Module, name: str) -> None:
+    """Hang the module or parameter called ``name`` of ``model`` under ``root`` at the same name."""
+    *path, leaf = name.split(".")
+    parent, holder = model, root
+    for part in path:
+        parent = getattr(parent, part)
+        if part not in holder._modules:
+            holder.add_module(part, _Namespace())
+        child = holder._modules[part]
+        assert child is not None
+        holder = child
+    piece = getattr(parent, leaf)
+    if isinstance(piece, nn.Parameter):
+        holder.register_parameter(leaf, piece)
+    else:
+        holder.add_module(leaf, piece)
+
+
+def meta_copy(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
+    """Copy ``model`` onto the meta device without copying its data.
+
+    Args:
+        model: Any module.
+        dtype: Floating dtype of the copy; None keeps each tensor's own.
+    """
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        shape = parameter.detach().to("meta")
+        memo[id(parameter)] = nn.Parameter(shape, requires_grad=parameter.requires_grad)
+    for buffer in model.buffers():
+        memo[id(buffer)] = buffer.detach().to("meta")
+    skeleton = copy.deepcopy(model, memo)
+    return skeleton if dtype is None else skeleton.to(dtype)
+
+
+def boundary_tensors(
+    skeleton: nn.Module, blueprint: Blueprint, *, splits: Sequence[range], rows: int, local_seq: int
+) -> list[tuple[Tensor, Tensor]]:
+    """Return each stage's input and output as meta tensors, so that no stage runs to find shapes.
+
+    torch's pipelining would otherwise run an extra real forward and backward of every stage at the first
+    step, which fires hooks, moves random streams and counts tokens twice.
+
+    Args:
+        skeleton: The whole model on the meta device, in the dtype that stages compute in.
+        blueprint: How the pieces are composed.
+        splits: Layer indices of every stage, in order.
+        rows: Rows of one micro-batch.
+        local_seq: Tokens of a row that one rank holds.
+    """
+    tokens = torch.empty(rows, local_seq, dtype=torch.int64, device="meta")
+    batch = {"tokens": tokens, "positions": tokens}
+    return list(_walk(skeleton, blueprint, splits, batch, local_seq))
+
+
+def _walk(
+    skeleton: nn.Module,
+    blueprint: Blueprint,
+    splits: Sequence[range],
+    batch: dict[str, Tensor],
+    local_seq: int,
+) -> Iterator[tuple[Tensor, Tensor]]:
+    # The skeleton has no context parallelism: to it the local slice is the whole sequence.
+    context = blueprint.context(batch, seq_len=local_seq)
+    entry = batch["tokens"]
+    with torch.no_grad():
+        x = blueprint.prologue(skeleton, batch, context)
+        for number, layers in enumerate(splits):
+            for index in layers:
+                layer = skeleton.get_submodule(f"{blueprint.layers_name}.{index}")
+                x = blueprint.layer(layer, x, context)
+            if number == len(splits) - 1:
+                x = blueprint.epilogue(skeleton, x, context)
+            yield entry, _like(x)
+            entry = _like(x)
+
+
+def _like(x: Tensor) -> Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device="meta", requires_grad=True)

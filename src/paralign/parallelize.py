@@ -1,0 +1,309 @@
+"""Applies the mesh axes to a model in the one legal order, and owns every scale factor.
+
+The order is: pipeline split -> context parallel -> FSDP -> pipeline runtime. Later axes see the modules
+that earlier ones left, and nothing else works: FSDP must shard the parameters of a finished stage, and
+context parallelism must wrap the attention core before FSDP hooks the layer around it.
+
+There is one scale factor in the whole project: token losses are divided by the number of valid tokens of
+the global batch before the backward pass. Everything after that is a sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from paralign.blueprint import Blueprint
+from paralign.errors import ConfigError, MeshError, ScheduleError
+from paralign.mesh import Axis, Degrees, degrees_of
+from paralign.parallel.data import (
+    FSDP,
+    Precision,
+    ReductionCounter,
+    apply_fsdp,
+    check_units,
+    plan_units,
+)
+from paralign.parallel.pipeline import Pipeline, PipelineRuntime
+from paralign.parallel.stage import Stage, meta_copy
+from paralign.parallel.stages import rank_of_stage, split_layers, stages_of_rank
+from paralign.parallel.support import Plan, problems, resolve_reshard
+from paralign.parallel.tied import TiedPair, check_pairs, find_tied, untie
+from paralign.program import Program
+from paralign.randomness import Init, fill_
+
+InitRule = Callable[[str, tuple[int, ...]], Init]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Context:
+    """How attention is spread over the cp axis.
+
+    Attributes:
+        ulysses_degree: None: the whole axis trades sequence for heads; 1: keys and values are gathered;
+            in between: both.
+        load_balance: Give each rank one early and one late chunk of the sequence; gather only.
+    """
+
+    ulysses_degree: int | None = None
+    load_balance: bool = False
+
+
+def parallelize(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    blueprint: Blueprint,
+    pipeline: Pipeline | None = None,
+    fsdp: FSDP | None = None,
+    context: Context | None = None,
+    precision: Precision | None = None,
+    init: InitRule | None = None,
+    seed: int = 0,
+) -> Program:
+    """Turn a plain model into this rank's part of a parallel training run.
+
+    Collective: every rank of ``mesh`` calls it with an equal model.
+
+    Args:
+        model: The whole model; its modules are taken over. On the meta device it is initialised here,
+            each rank its own shards only, from ``(seed, parameter name, element index)``. With real
+            weights, the same on every rank, those are kept.
+        mesh: What :func:`paralign.build_mesh` returned.
+        blueprint: How the model is cut into pieces.
+        pipeline: Schedule and micro-batches; default one stage a rank, 1F1B.
+        fsdp: How parameters are grouped into units.
+        context: How attention is spread over cp.
+        precision: Dtypes of the step.
+        init: Name and global shape of a parameter -> how it starts, for a model on the meta device;
+            default ``blueprint.init``.
+        seed: Seed of the initial values.
+
+    Comm:
+        With real weights one all-gather of a hash per parameter, to prove them equal.
+
+    Raises:
+        ConfigError: The plan is refused or does not fit the model; all problems are listed.
+    """
+    degrees = degrees_of(mesh)
+    pipeline = pipeline or Pipeline()
+    fsdp = fsdp or FSDP()
+    precision = precision or Precision()
+    context = context or Context()
+    plan = resolve_plan(model, degrees, blueprint, pipeline=pipeline, fsdp=fsdp, precision=precision)
+    check_units(fsdp.wrap, [name for name, _ in model.named_modules() if name])
+
+    tensors = [*model.parameters(), *model.buffers()]
+    is_meta = any(tensor.is_meta for tensor in tensors)
+    device = _device(mesh)
+    if is_meta and any(True for _ in model.buffers()):
+        raise ConfigError(
+            "the model is on the meta device and has buffers, whose values would be lost. Build it on a "
+            "real device, or compute them in the blueprint's context."
+        )
+    if not is_meta:
+        _check_same_weights(model, degrees)
+
+    skeleton = meta_copy(model, precision.compute)
+    stages, pairs = _split(model, mesh, blueprint, plan)
+    untie(stages, pairs)
+    counter = ReductionCounter()
+    for index, stage in stages.items():
+        _apply_context(stage, mesh, blueprint, context)
+        names = [name for name, _ in stage.named_modules() if name]
+        apply_fsdp(
+            stage if is_meta else stage.to(device),
+            mesh,
+            units=plan_units(fsdp.wrap, stage.layer_names, names),
+            reshard_after_forward=plan.reshard_after_forward,
+            precision=precision,
+            counter=counter,
+            label=f"stage {index}: ",
+        )
+        if is_meta:
+            aliases = {pair.alias: pair.canonical for pair in pairs}
+            stage.to_empty(device=device)
+            _initialise(stage, init or blueprint.init, seed=seed, aliases=aliases)
+
+    runtime = PipelineRuntime(
+        stages, plan=plan, blueprint=blueprint, skeleton=skeleton, mesh=mesh, device=device
+    )
+    return Program(
+        stages=stages,
+        runtime=runtime,
+        mesh=mesh,
+        plan=plan,
+        pairs=pairs,
+        counter=counter,
+        unused=blueprint.unused_parameters,
+        load_balance=context.load_balance,
+        device=device,
+    )
+
+
+def resolve_plan(
+    model: nn.Module,
+    degrees: Degrees,
+    blueprint: Blueprint,
+    *,
+    pipeline: Pipeline,
+    fsdp: FSDP,
+    precision: Precision,
+) -> Plan:
+    """Check the plan against the support table and fill in what the user left open.
+
+    Raises:
+        ScheduleError: The plan is refused; all reasons are listed.
+    """
+    if degrees.tp > 1:
+        raise MeshError(f"tp={degrees.tp} is not supported in this version. Use tp=1.")
+    master = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    plan = Plan(
+        schedule=pipeline.schedule,
+        num_microbatches=pipeline.num_microbatches,
+        pp=degrees.pp,
+        stages_per_rank=pipeline.stages_per_rank,
+        num_layers=len(model.get_submodule(blueprint.layers_name)._modules),
+        layers_per_stage=pipeline.layers_per_stage,
+        wrap=fsdp.wrap,
+        reshard_after_forward=fsdp.reshard_after_forward,
+        compute_dtype=_dtype_name(precision.compute or master),
+        reduce_dtype=_dtype_name(precision.reduce or master),
+    )
+    if refused := problems(plan):
+        raise ScheduleError.from_problems(f"the plan is refused on {degrees}", refused)
+    return replace(plan, reshard_after_forward=resolve_reshard(plan))
+
+
+def stage_of_parameters(model: nn.Module, blueprint: Blueprint, plan: Plan) -> dict[str, int]:
+    """Return the stage that owns each parameter, for every name that a parameter has."""
+    assert plan.num_layers is not None
+    splits = split_layers(plan.num_layers, plan.num_stages, plan.layers_per_stage)
+    owner_of_piece = dict.fromkeys(blueprint.prologue_names, 0)
+    owner_of_piece.update(dict.fromkeys(blueprint.epilogue_names, plan.num_stages - 1))
+    for stage, layers in enumerate(splits):
+        owner_of_piece.update((f"{blueprint.layers_name}.{index}", stage) for index in layers)
+    owners = {}
+    for name, _ in model.named_parameters(remove_duplicate=False):
+        for piece, stage in owner_of_piece.items():
+            if name == piece or name.startswith(f"{piece}."):
+                owners[name] = stage
+        if name not in owners:
+            raise ConfigError(
+                f"parameter {name} belongs to no piece of the blueprint. Add it, or the module that "
+                "holds it, to prologue_names or epilogue_names."
+            )
+    return owners
+
+
+def _split(
+    model: nn.Module, mesh: DeviceMesh, blueprint: Blueprint, plan: Plan
+) -> tuple[dict[int, Stage], list[TiedPair]]:
+    """Cut this rank's stages out of the model, and find tied parameters that the cut separates."""
+    assert plan.num_layers is not None
+    owners = stage_of_parameters(model, blueprint, plan)
+    aliases = find_tied(model)
+    check_pairs(aliases, owners)
+    pairs = []
+    for alias, canonical in aliases.items():
+        both = (owners[canonical], owners[alias])
+        if both[0] != both[1]:
+            ranks = (
+                rank_of_stage(plan.kind, plan.pp, both[0]),
+                rank_of_stage(plan.kind, plan.pp, both[1]),
+            )
+            pairs.append(TiedPair(canonical=canonical, alias=alias, stages=both, ranks=ranks))
+    splits = split_layers(plan.num_layers, plan.num_stages, plan.layers_per_stage)
+    pp_rank = mesh[str(Axis.PP)].get_local_rank()
+    stages = {
+        index: Stage(
+            model,
+            blueprint,
+            layers=splits[index],
+            is_first=index == 0,
+            is_last=index == plan.num_stages - 1,
+        )
+        for index in stages_of_rank(plan.kind, plan.pp, pp_rank, plan.num_stages_per_rank)
+    }
+    return stages, pairs
+
+
+def _apply_context(
+    stage: Stage, mesh: DeviceMesh, blueprint: Blueprint, context: Context
+) -> None:
+    cores = blueprint.attention()
+    cp_mesh = mesh[str(Axis.CP)]
+    if not cores and cp_mesh.size() > 1:
+        raise ConfigError(
+            f"the blueprint names no attention core, and axis 'cp' has {cp_mesh.size()} ranks. Return "
+            "it from Blueprint.attention(), or use cp=1."
+        )
+    for layer_name in stage.layer_names:
+        for core_name, style in cores.items():
+            core = stage.get_submodule(f"{layer_name}.{core_name}")
+            style.configured(
+                ulysses_degree=context.ulysses_degree, load_balance=context.load_balance
+            ).apply(core, cp_mesh)
+
+
+def _initialise(
+    stage: Stage, init: InitRule, *, seed: int, aliases: dict[str, str]
+) -> None:
+    """Fill each local shard with its part of the global initial values."""
+    for name, parameter in stage.named_parameters():
+        canonical = aliases.get(name, name)
+        global_shape = tuple(parameter.shape)
+        local: Tensor = parameter.to_local()  # type: ignore[attr-defined]  # FSDP made a DTensor
+        offsets = _offsets(parameter)
+        fill_(
+            local,
+            init(canonical, global_shape),
+            seed=seed,
+            name=canonical,
+            global_shape=global_shape,
+            offsets=offsets,
+        )
+
+
+def _offsets(parameter: nn.Parameter) -> tuple[int, ...]:
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+    return compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)[1]
+
+
+def _check_same_weights(model: nn.Module, degrees: Degrees) -> None:
+    """Raise unless every rank passed the same initial weights."""
+    named = list(model.named_parameters())
+    sums = torch.stack([_bits(parameter).sum() for _, parameter in named]).cpu()
+    everyone: list[Tensor] = [torch.empty_like(sums) for _ in range(dist.get_world_size())]
+    dist.all_gather_object(everyone, sums)
+    for rank, theirs in enumerate(everyone):
+        if not torch.equal(theirs, everyone[0]):
+            first = int((theirs != everyone[0]).nonzero()[0])
+            raise ConfigError(
+                f"the initial weights differ between ranks: {named[first][0]} on "
+                f"{degrees.describe_rank(rank)} is not what it is on {degrees.describe_rank(0)}. Build the "
+                "model from one seed on every rank, or on the meta device."
+            )
+
+
+def _bits(parameter: Tensor) -> Tensor:
+    """Return a parameter's bits as integers, weighted by position so that a permutation shows."""
+    kinds = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
+    flat = parameter.detach().contiguous().flatten()
+    bits = flat.view(kinds[flat.element_size()]).long()
+    return bits * (2 * torch.arange(bits.numel(), device=bits.device) + 1)
+
+
+def _device(mesh: DeviceMesh) -> torch.device:
+    if mesh.device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,240 @@
+"""A parallelised model, ready to train: what :func:`paralign.parallelize` returns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from paralign.batch import LocalBatch, shard_batch
+from paralign.errors import AlignError, DataError
+from paralign.mesh import degrees_of
+from paralign.parallel.data import ReductionCounter
+from paralign.parallel.pipeline import PipelineRuntime
+from paralign.parallel.stage import Stage
+from paralign.parallel.support import Plan
+from paralign.parallel.tied import TiedPair, sum_pair, take_gradients
+
+
+class Program:
+    """This rank's part of a parallel training run.
+
+    Built by :func:`paralign.parallelize`. Every gradient is final after :meth:`step`: a sum over all
+    micro-batches and ranks, already divided by the number of valid tokens of the global batch.
+    """
+
+    def __init__(
+        self,
+        *,
+        stages: Mapping[int, Stage],
+        runtime: PipelineRuntime,
+        mesh: DeviceMesh,
+        plan: Plan,
+        pairs: Sequence[TiedPair],
+        counter: ReductionCounter,
+        unused: Sequence[str],
+        load_balance: bool,
+        device: torch.device,
+    ) -> None:
+        self._stages = dict(stages)
+        self._runtime = runtime
+        self._mesh = mesh
+        self._degrees = degrees_of(mesh)
+        self._plan = plan
+        self._pairs = list(pairs)
+        self._aliases = {pair.alias: pair.canonical for pair in pairs}
+        self._counter = counter
+        self._unused = tuple(unused)
+        self._load_balance = load_balance
+        self._device = device
+        self._parameters = {
+            name: parameter
+            for stage in self._stages.values()
+            for name, parameter in stage.named_parameters()
+        }
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The run's mesh."""
+        return self._mesh
+
+    @property
+    def plan(self) -> Plan:
+        """The resolved pipeline and sharding plan."""
+        return self._plan
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """This rank's pipeline stages; their parameters have global names."""
+        return list(self._stages.values())
+
+    @property
+    def tied_aliases(self) -> dict[str, str]:
+        """Name of the second copy of a tied parameter -> its canonical name, for copies on two stages."""
+        return dict(self._aliases)
+
+    @property
+    def num_reductions(self) -> dict[str, int]:
+        """Gradient reductions of every unit in the last step; stages are told apart by ``stage N:``."""
+        return dict(self._counter.counts)
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Yield this rank's parameters, sharded; hand them to an optimizer."""
+        yield from self._parameters.values()
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield this rank's parameters under their global names."""
+        yield from self._parameters.items()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return this rank's parameters as DTensors under global names; one entry for a tied pair."""
+        return {n: p.detach() for n, p in self._parameters.items() if n not in self._aliases}
+
+    def shard(self, global_batch: Mapping[str, Tensor]) -> LocalBatch:
+        """Cut this rank's rows and sequence slice out of the global batch.
+
+        Pass the same global batch on every rank. See :func:`paralign.batch.shard_batch` for shapes and
+        errors.
+        """
+        local = shard_batch(
+            global_batch,
+            degrees=self._degrees,
+            rank=self._mesh.get_rank(),
+            num_microbatches=self._plan.num_microbatches,
+            load_balance=self._load_balance,
+        )
+        for name, tensor in local.tensors.items():
+            local.tensors[name] = tensor.to(self._device)
+        return local
+
+    def step(self, batch: LocalBatch, *, num_tokens: int | None = None) -> Tensor:
+        """Run forward and backward of every micro-batch and add the gradients to ``.grad``.
+
+        Comm:
+            What the pipeline, the units and the attention cores do (see ``parallel/``), then one
+            all-reduce of four numbers over the world. With a tied pair on two stages, one exchange of its
+            shard between them.
+
+        Args:
+            batch: What :meth:`shard` returned.
+            num_tokens: What token losses are divided by; None: the valid tokens of this global batch.
+                Pass the count over several batches to accumulate gradients over several calls.
+
+        Returns:
+            The loss of the global batch, a float64 scalar, equal on every rank.
+
+        Raises:
+            DataError: The ranks were given different global batches.
+            AlignError: A unit was not reduced exactly once, or a parameter got no gradient.
+        """
+        if not isinstance(batch, LocalBatch):
+            raise DataError(
+                f"batch is a {type(batch).__name__}; step needs this rank's share of the global batch. "
+                "Use program.step(program.shard(global_batch))."
+            )
+        copies = [self._copies(pair) for pair in self._pairs]
+        tied = [parameter for pair in copies for parameter in pair if parameter is not None]
+        self._counter.reset()
+        earlier = take_gradients(tied)
+        loss = self._runtime.step(
+            batch.tensors,
+            seq_len=batch.seq_len,
+            normaliser=float(batch.num_global_tokens if num_tokens is None else num_tokens),
+        )
+        for pair, (canonical, alias) in zip(self._pairs, copies, strict=True):
+            sum_pair(pair, canonical, alias, self._mesh)
+        for parameter, grad in zip(tied, earlier, strict=True):
+            if grad is not None and parameter.grad is not None:
+                parameter.grad.add_(grad)
+        self._check_reductions()
+        return self._global_loss(loss, batch)
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scale all gradients so that their global norm is at most ``max_norm``.
+
+        Comm:
+            One all-reduce of one number over the world.
+
+        Returns:
+            The norm before clipping, a float64 scalar, equal on every rank. Replicated and tied
+            parameters count once.
+        """
+        norm = self.grad_norm()
+        # The same formula as torch.nn.utils.clip_grad_norm_, so that a single device clips alike.
+        coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        for grad in self._local_grads(self._parameters):
+            grad.mul_(coefficient.to(grad.dtype))
+        return norm
+
+    def grad_norm(self) -> Tensor:
+        """Return the 2-norm of all gradients of the model; see :meth:`clip_grad_norm_`."""
+        owned = {n: p for n, p in self._parameters.items() if n not in self._aliases}
+        local = torch.nn.utils.get_total_norm(self._local_grads(owned))
+        # Replicas hold equal gradients: the sum over the world counts each dp_replicate times.
+        squares = (local.double().square() / self._degrees.dp_replicate).to(self._device)
+        dist.all_reduce(squares)
+        return squares.sqrt()
+
+    def _local_grads(self, parameters: Mapping[str, nn.Parameter]) -> list[Tensor]:
+        grads = [parameter.grad for parameter in parameters.values()]
+        return [g.to_local() if hasattr(g, "to_local") else g for g in grads if g is not None]
+
+    def _copies(self, pair: TiedPair) -> tuple[nn.Parameter | None, nn.Parameter | None]:
+        def copy(stage: int, name: str) -> nn.Parameter | None:
+            return self._parameters[name] if stage in self._stages else None
+
+        return copy(pair.stages[0], pair.canonical), copy(pair.stages[1], pair.alias)
+
+    def _check_reductions(self) -> None:
+        """Two cheap checks that every step makes: no communication, no tensor is read."""
+        problems = [
+            f"unit {unit or 'root'!r} reduced its gradients {count} times in one step instead of once"
+            for unit, count in self._counter.counts.items()
+            if count > 1
+        ]
+        for name, parameter in self._parameters.items():
+            if not parameter.requires_grad or parameter.grad is not None:
+                continue
+            if not any(fnmatchcase(name, pattern) for pattern in self._unused):
+                problems.append(
+                    f"{name} is trainable and got no gradient. Freeze it, or list it in the "
+                    "blueprint's unused_parameters"
+                )
+        if problems:
+            title = f"[{self._degrees.describe_rank(self._mesh.get_rank())}] gradients are not final"
+            raise AlignError("\n  - ".join([f"{title}:", *problems]))
+
+    def _global_loss(self, local_loss: Tensor | None, batch: LocalBatch) -> Tensor:
+        fingerprint = float(batch.fingerprint)
+        shared = torch.zeros(4, dtype=torch.float64, device=self._device)
+        shared[2], shared[3] = fingerprint, fingerprint**2
+        if local_loss is not None:
+            shared[0] = local_loss
+            shared[1] = batch.num_local_tokens
+        dist.all_reduce(shared)
+        loss, num_tokens, total, squares = shared.tolist()
+        # All fingerprints are equal if and only if their variance is zero; the numbers are exact.
+        if total**2 != squares * dist.get_world_size():
+            self._raise_different_batches(batch.fingerprint)
+        if num_tokens != batch.num_global_tokens:
+            raise DataError(
+                f"the ranks hold {int(num_tokens)} valid tokens of {batch.num_global_tokens} in the global "
+                "batch. Pass step what program.shard returned, unchanged."
+            )
+        return torch.tensor(loss, dtype=torch.float64)
+
+    def _raise_different_batches(self, fingerprint: int) -> None:
+        mine = torch.tensor([fingerprint], device=self._device)
+        everyone = [torch.zeros_like(mine) for _ in range(dist.get_world_size())]
+        dist.all_gather(everyone, mine)
+        prints = [int(one) for one in everyone]
+        common = max(set(prints), key=prints.count)
+        odd = [self._degrees.describe_rank(r) for r, p in enumerate(prints) if p != common]
+        raise DataError(
+            f"the ranks were given different global batches: {'; '.join(odd)} differ from the others. Read "
+            "the same global batch on every rank (one sampler seed, no rank offset); program.shard cuts it."
+        )
