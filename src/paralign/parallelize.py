@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from paralign.blueprint import Blueprint
 from paralign.errors import ConfigError, MeshError, ScheduleError
 from paralign.mesh import Axis, Degrees, degrees_of
+from paralign.models.compose import structure_problems
 from paralign.parallel.data import (
     FSDP,
     Precision,
@@ -91,6 +92,9 @@ def parallelize(
         ConfigError: The plan is refused or does not fit the model; all problems are listed.
     """
     degrees = degrees_of(mesh)
+    if found := structure_problems(model, blueprint):
+        title = f"{type(blueprint).__name__} does not describe {type(model).__name__}"
+        raise ConfigError.from_problems(title, found)
     pipeline = pipeline or Pipeline()
     fsdp = fsdp or FSDP()
     precision = precision or Precision()
@@ -190,14 +194,8 @@ def stage_of_parameters(model: nn.Module, blueprint: Blueprint, plan: Plan) -> d
         owner_of_piece.update((f"{blueprint.layers_name}.{index}", stage) for index in layers)
     owners = {}
     for name, _ in model.named_parameters(remove_duplicate=False):
-        for piece, stage in owner_of_piece.items():
-            if name == piece or name.startswith(f"{piece}."):
-                owners[name] = stage
-        if name not in owners:
-            raise ConfigError(
-                f"parameter {name} belongs to no piece of the blueprint. Add it, or the module that "
-                "holds it, to prologue_names or epilogue_names."
-            )
+        piece = next(p for p in owner_of_piece if name == p or name.startswith(f"{p}."))
+        owners[name] = owner_of_piece[piece]
     return owners
 
 
@@ -247,7 +245,9 @@ def _apply_context(
         for core_name, style in cores.items():
             core = stage.get_submodule(f"{layer_name}.{core_name}")
             style.configured(
-                ulysses_degree=context.ulysses_degree, load_balance=context.load_balance
+                ulysses_degree=context.ulysses_degree,
+                load_balance=context.load_balance,
+                positions_proven=True,  # by sequence_positions, each time a batch is cut
             ).apply(core, cp_mesh)
 
 

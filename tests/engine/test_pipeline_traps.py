@@ -1,4 +1,4 @@
-"""Traps of torch's pipeline schedules, without and with FSDP; each is a section of docs/engine.md."""
+"""Traps of torch's pipeline schedules; each is a section of docs/engine.md."""
 
 from __future__ import annotations
 
@@ -133,9 +133,7 @@ class Transposing(nn.Module):
 def send_to_the_next_rank(module: nn.Module, lengths: tuple[int, ...] = (4,)) -> str:
     rank = dist.get_rank()  # one stage on each of two ranks
     empty = torch.empty(2, lengths[0], 2, requires_grad=True)
-    stage = PipelineStage(
-        module, rank, 2, torch.device("cpu"), input_args=empty, output_args=empty
-    )
+    stage = PipelineStage(module, rank, 2, torch.device("cpu"), input_args=empty, output_args=empty)
     schedule = ScheduleGPipe(stage, 2, loss_fn=nn.MSELoss())
     for length in lengths:
         x = torch.randn(4, length, 2)

@@ -1,9 +1,12 @@
-"""Traps of the zero-bubble schedules, which split the backward pass; see docs/engine.md.
+"""Traps of the zero-bubble schedules, which split the backward pass in two; see docs/engine.md.
 
-DualPipeV splits it only where pp > 1, so these reproductions, on one pipeline rank, use the others.
+Most need no second pipeline rank. Some show only on a stage that is neither the first nor the last
+one, so these use four stages.
 """
 
 from __future__ import annotations
+
+from collections import Counter
 
 import pytest
 import torch
@@ -84,52 +87,52 @@ def test_children_without_a_root_lose_gradients(name):
     )
 
 
-def missing_gradients_after_a_frozen_stage(name: str) -> list[str]:
+def missing_gradients_after_a_frozen_stage(static: bool) -> list[str]:
     model = build()
-    for part in (model.embedding, model.layers["0"], model.layers["1"]):
+    for part in (model.embedding, model.layers["0"]):  # all of the first of four stages
         assert part is not None
-        part.requires_grad_(False)  # all of the first of two stages
-    p = pipe(model, name, num_microbatches=4)
+        part.requires_grad_(False)
+    p = pipe(model, "InterleavedZeroBubble", num_stages=4, static=static)
     p.step()
     return [name for name, error in p.errors(reference(model)).items() if not error <= EXACT]
 
 
-@pytest.mark.parametrize("name", ZERO_BUBBLE)
-def test_a_frozen_first_stage_leaves_gradients_none(name):
-    (missing,) = run_on_ranks(missing_gradients_after_a_frozen_stage, 1, name)
-    (ordinary,) = run_on_ranks(missing_gradients_after_a_frozen_stage, 1, "Interleaved1F1B")
+def test_a_frozen_first_stage_leaves_gradients_none():
+    (guessed,) = run_on_ranks(missing_gradients_after_a_frozen_stage, 1, False)
+    (given,) = run_on_ranks(missing_gradients_after_a_frozen_stage, 1, True)
     still_there(
         "zero-bubble-after-a-frozen-stage-leaves-gradients-none",
-        broken=bool(missing),
-        cured=not ordinary,
-        seen=missing,
+        broken=bool(guessed),
+        cured=not given,
+        seen=guessed,
     )
 
 
 def error_of_bf16_accumulation(name: str) -> float:
-    grads: list[dict[str, Tensor]] = []
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = build().float()
+    grads: list[dict[str, Tensor]] = []
 
     def wrap(stage: Model, mesh: DeviceMesh) -> None:
         wrap_blocks(stage, mesh, reshard_after_forward=False, mp_policy=policy)
 
-    for schedule in (name, "Interleaved1F1B"):  # the same sums of the same bf16 micro-batches
-        p = pipe(build().float(), schedule, wrap, num_microbatches=8, static=False)
+    for schedule in (name, "Interleaved1F1B"):  # the same micro-batches, each with equal bits
+        p = pipe(model, schedule, wrap, pp=2, static=False)
         p.step()
         named = [pair for stage in p.stages for pair in stage.named_parameters()]
-        grads.append({n: q.grad.full_tensor().double() for n, q in named})  # type: ignore[union-attr]
+        grads.append({n: q.grad.full_tensor().double() for n, q in named})
     ours, exact = grads
     return max(float((ours[n] - exact[n]).norm() / exact[n].norm()) for n in exact)
 
 
 def test_bf16_gradients_are_accumulated_in_bf16():
-    (off,) = run_on_ranks(error_of_bf16_accumulation, 1, "InterleavedZeroBubble")
-    (exact,) = run_on_ranks(error_of_bf16_accumulation, 1, "LoopedBFS")
+    off = max(run_on_ranks(error_of_bf16_accumulation, 2, "InterleavedZeroBubble"))
+    ordinary = max(run_on_ranks(error_of_bf16_accumulation, 2, "LoopedBFS"))
     still_there(
         "zero-bubble-accumulates-bf16-gradients-in-bf16",
         broken=off > 1e-4,
-        cured=exact <= 1e-6,
-        seen=(off, exact),
+        cured=ordinary <= 1e-6,
+        seen=(off, ordinary),
     )
 
 
@@ -149,25 +152,24 @@ class Recomputed(Block):
         return y
 
 
-def forwards_with_recomputation(name: str) -> int:
+def forwards_of_recomputed_blocks(name: str) -> list[int]:
     model = build()
     for i in model.layers:
         model.layers[i] = Recomputed().double()
-    p = pipe(model, name, num_microbatches=4)
+    p = pipe(model, name, num_microbatches=4, num_stages=4)
     p.step()
     layers = [layer for stage in p.stages for layer in stage.layers.values()]
-    return sum(layer.forwards for layer in layers if isinstance(layer, Recomputed))
+    return [layer.forwards for layer in layers if isinstance(layer, Recomputed)]
 
 
-@pytest.mark.parametrize("name", ZERO_BUBBLE)
-def test_recomputation_runs_many_times(name):
-    (forwards,) = run_on_ranks(forwards_with_recomputation, 1, name)
-    (ordinary,) = run_on_ranks(forwards_with_recomputation, 1, "Interleaved1F1B")
+def test_recomputation_runs_more_than_once():
+    (seen,) = run_on_ranks(forwards_of_recomputed_blocks, 1, "InterleavedZeroBubble")
+    (ordinary,) = run_on_ranks(forwards_of_recomputed_blocks, 1, "Interleaved1F1B")
     still_there(
-        "zero-bubble-recomputes-each-block-several-times",
-        broken=forwards >= 2 * ordinary,
-        cured=ordinary == 2 * 4 * 4,  # forward and recomputation, 4 blocks, 4 micro-batches
-        seen=(forwards, ordinary),
+        "zero-bubble-recomputes-activations-more-than-once",
+        broken=max(seen) > 8,
+        cured=ordinary == [8] * 4,  # one forward and one recomputation of 4 micro-batches
+        seen=(seen, ordinary),
     )
 
 
@@ -178,34 +180,31 @@ class Viewing(nn.Module):
         return x.reshape(-1, x.shape[-1]).view(x.shape)
 
 
-def step_with_a_view_at_the_stage_border(name: str) -> str:
+def step_with_a_view_at_a_stage_border(name: str) -> str:
     model = build()
-    model.layers["1"] = nn.Sequential(model.layers["1"], Viewing())  # the first stage ends here
-    return error_of(pipe(model, name, num_microbatches=4).step)
+    model.layers["1"] = nn.Sequential(model.layers["1"], Viewing())  # the second stage ends here
+    return error_of(pipe(model, name, num_stages=4).step)
 
 
-@pytest.mark.parametrize("name", ZERO_BUBBLE)
-def test_a_view_as_stage_output_crashes(name):
-    (error,) = run_on_ranks(step_with_a_view_at_the_stage_border, 1, name)
-    (ordinary,) = run_on_ranks(step_with_a_view_at_the_stage_border, 1, "Interleaved1F1B")
+def test_a_view_as_stage_output_crashes():
+    (error,) = run_on_ranks(step_with_a_view_at_a_stage_border, 1, "InterleavedZeroBubble")
+    (ordinary,) = run_on_ranks(step_with_a_view_at_a_stage_border, 1, "Interleaved1F1B")
     still_there(
         "zero-bubble-crashes-on-a-stage-output-that-is-a-view",
-        broken="Error" in error,
+        broken="view" in error,
         cured=ordinary == "",
         seen=error,
     )
 
 
-def step_with_a_backward_hook(how: str) -> str:
-    p = pipe(build(), "InterleavedZeroBubble", num_microbatches=4)
-    last = p.stages[0].layers["1"]  # the last module of the first stage
-    fired: list[str] = []
-    if how == "module":
-        last.register_full_backward_hook(lambda *_: fired.append(how))
+def step_with_a_backward_hook(on: str) -> str:
+    p = pipe(build(), "InterleavedZeroBubble", num_microbatches=4, num_stages=4)
+    last = p.stages[1].layers["1"]  # the last module of the second stage
+    fired: list[Tensor] = []
+    if on == "module":
+        last.register_full_backward_hook(lambda *_: fired.append(torch.ones(())))
     else:
-        last.register_forward_hook(
-            lambda _module, _args, y: y.register_hook(lambda _grad: fired.append(how)) and None
-        )
+        last.register_forward_hook(lambda _m, _args, y: y.register_hook(fired.append) and None)
     return error_of(p.step) or f"fired {len(fired)} times"
 
 
@@ -214,33 +213,28 @@ def test_a_backward_hook_on_the_last_module_crashes():
     (tensor,) = run_on_ranks(step_with_a_backward_hook, 1, "tensor")
     still_there(
         "zero-bubble-crashes-on-a-full-backward-hook",
-        broken="Error" in module,
+        broken="view" in module,
         cured=tensor == "fired 4 times",
         seen=(module, tensor),
     )
 
 
-def hooks_of_an_accumulated_gradient(name: str) -> set[int]:
-    p = pipe(build(), name, num_microbatches=4)
-    fired: dict[str, int] = {}
-    for stage in p.stages:
-        for key, parameter in stage.named_parameters():
-            fired[key] = 0
-
-            def count(_: Tensor, key: str = key) -> None:
-                fired[key] += 1
-
-            parameter.register_post_accumulate_grad_hook(count)
+def accumulation_hooks_fired(name: str) -> set[int]:
+    p = pipe(build(), name, num_microbatches=4, num_stages=4)
+    fired: Counter[Tensor] = Counter()
+    parameters = [q for stage in p.stages for q in stage.parameters()]
+    for parameter in parameters:
+        parameter.register_post_accumulate_grad_hook(lambda q: fired.update([q]))
     p.step()
-    return set(fired.values())
+    return {fired[parameter] for parameter in parameters}
 
 
-def test_accumulation_hooks_do_not_fire_for_every_parameter():
-    (seen,) = run_on_ranks(hooks_of_an_accumulated_gradient, 1, "InterleavedZeroBubble")
-    (ordinary,) = run_on_ranks(hooks_of_an_accumulated_gradient, 1, "Interleaved1F1B")
+def test_accumulation_hooks_do_not_fire():
+    (seen,) = run_on_ranks(accumulation_hooks_fired, 1, "InterleavedZeroBubble")
+    (ordinary,) = run_on_ranks(accumulation_hooks_fired, 1, "Interleaved1F1B")
     still_there(
         "zero-bubble-skips-accumulation-hooks",
-        broken=seen != {4},
+        broken=seen == {0, 4},
         cured=ordinary == {4},
         seen=seen,
     )

@@ -6,6 +6,7 @@ Nothing here is paralign's: only torch, so that what goes wrong is torch's own d
 from __future__ import annotations
 
 import copy
+import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -220,9 +221,7 @@ def shapes(stage: Model, rows: int) -> dict[str, Tensor]:
     }
 
 
-def gradient_errors(
-    modules: Sequence[nn.Module], expected: dict[str, Tensor]
-) -> dict[str, float]:
+def gradient_errors(modules: Sequence[nn.Module], expected: dict[str, Tensor]) -> dict[str, float]:
     """Return the relative Frobenius error of every trainable parameter's gradient."""
     result = {}
     for module in modules:
@@ -240,19 +239,23 @@ def gradient_errors(
 
 
 def error_of(action: Callable[[], object]) -> str:
-    """Return the class name and first line of what ``action`` raises, or an empty string."""
+    """Return the class and first line of the first cause of what ``action`` raises, or ``""``."""
+    logging.getLogger("torch.distributed.pipelining").setLevel(logging.CRITICAL)
     try:
         action()
     except Exception as error:
-        return f"{type(error).__name__}: {error}".splitlines()[0]
+        cause: BaseException = error
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        return f"{type(cause).__name__}: {cause}".splitlines()[0]
     return ""
 
 
 def count_collectives(action: Callable[[], object]) -> Counter[str]:
     """Run ``action`` and count the collectives that reach torch's dispatcher, by operator name.
 
-    Neither patching ``torch.distributed`` (functions were renamed in 2.13) nor ``CommDebugMode`` (it
-    raises inside a pipeline stage) sees them.
+    The profiler sees them whatever torch's Python functions are called; ``CommDebugMode`` raises
+    inside a pipeline stage.
     """
     with profile(activities=[ProfilerActivity.CPU]) as profiled:
         action()

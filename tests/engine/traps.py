@@ -13,7 +13,7 @@ def still_there(anchor: str, *, broken: bool, cured: bool, seen: object) -> None
     Args:
         anchor: The trap's section in docs/engine.md.
         broken: What torch does wrong was seen.
-        cured: What the section recommends was exact. If not, the section is wrong, not torch mended.
+        cured: What the section recommends was right. If not, the section is wrong.
         seen: What was measured, for the message.
     """
     where = f"see docs/engine.md#{anchor}"

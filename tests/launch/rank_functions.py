@@ -182,3 +182,16 @@ def hang_on(guilty: int) -> int:
     if plain_rank() == guilty:
         time.sleep(600)
     return guilty
+
+
+def report_unpicklable() -> None:
+    report_event(lambda: 0)
+
+
+def report_explosive() -> None:
+    report_event(ExplodesWhenUnpickled())
+
+
+def imported_before_fork(names: list[str]) -> list[bool]:
+    """Ask the fork server's own state: what this rank imports itself comes later."""
+    return [name in sys.modules for name in names]

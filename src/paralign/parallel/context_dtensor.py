@@ -42,7 +42,12 @@ class Wrapping:
         shape = (*self.global_shape[:-1], output.shape[-1])
         stride = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
         return DTensor.from_local(
-            output, self.mesh, self.placements, run_check=False, shape=torch.Size(shape), stride=stride
+            output,
+            self.mesh,
+            self.placements,
+            run_check=False,
+            shape=torch.Size(shape),
+            stride=stride,
         )
 
 

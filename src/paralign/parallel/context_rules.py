@@ -127,8 +127,7 @@ def _check_dims(seq_dim: int, head_dim: int, given: dict[str, int | None]) -> No
 
 
 def inner_degree(degree: int, ulysses_degree: int | None) -> int:
-    """Return over how many ranks heads are split: ``ulysses_degree``, None meaning the whole "
-    "axis."""
+    """Return over how many ranks heads are split; ``ulysses_degree=None`` is the whole axis."""
     return degree if ulysses_degree is None else ulysses_degree
 
 
@@ -204,8 +203,7 @@ def mode_problems(
 def head_problems(
     *, num_heads: int, num_kv_heads: int, degree: int, inner: int, axis: str = "cp"
 ) -> list[str]:
-    """List what keeps the heads from being split over ``inner`` ranks with each its own K/V "
-    "head."""
+    """List what keeps heads from being split over ``inner`` ranks, each with its own K/V head."""
     problems = []
     if num_heads % num_kv_heads:
         problems.append(
@@ -283,8 +281,7 @@ class SequencePlan:
 
     @property
     def runs(self) -> list[tuple[int, int]]:
-        """Return :attr:`queries` as contiguous ``(first, stop)`` chunks: one run, or head and "
-        "tail."""
+        """Return :attr:`queries` as contiguous ``(first, stop)``: one run, or head and tail."""
         if not self.load_balance:
             return [(self.queries[0], self.queries[-1] + 1)]
         half = len(self.queries) // 2

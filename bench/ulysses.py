@@ -1,0 +1,91 @@
+"""Efficiency of Ulysses attention over two ranks, against one process that does the same work.
+
+    python bench/ulysses.py [--rounds 9] [--mode ulysses|gather|balanced] [--check]
+
+Causal attention forward and backward on [1, 8, 2048, 64] in fp32, one thread for each process. Both
+sides are measured in one run, in turn: in every round rank 0 first does all of it alone while rank 1
+waits, then both do it together, each fed half of the sequence. The efficiency of a round is
+T1 / (2 * T2); 100 % means that communication and copies cost nothing. ``--check`` exits with 1 if the
+median is below the target.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from paralign.models.attention import CausalAttention
+from paralign.parallel.context import ContextParallel, split_sequence_indices
+from paralign.testing import run_on_ranks
+
+SHAPE = (1, 8, 2048, 64)
+DEGREE = 2
+TARGET = 0.90
+MODES: dict[str, tuple[int | None, bool]] = {  # ulysses_degree, load_balance
+    "ulysses": (None, False),
+    "gather": (1, False),
+    "balanced": (1, True),
+}
+
+
+def measure(mode: str, rounds: int) -> list[tuple[float, float]]:
+    """Return ``(T1, T2)`` in seconds for each round; runs on every rank."""
+    torch.set_num_threads(1)
+    ulysses_degree, load_balance = MODES[mode]
+    mesh = init_device_mesh("cpu", (DEGREE,), mesh_dim_names=("cp",))
+    generator = torch.Generator().manual_seed(0)
+    whole = [torch.randn(SHAPE, generator=generator) for _ in range(4)]  # q, k, v, output gradient
+    positions = split_sequence_indices(
+        SHAPE[2], DEGREE, dist.get_rank(), load_balance=load_balance
+    )
+    local = [x[:, :, positions].contiguous() for x in whole]
+    alone = CausalAttention()
+    style = ContextParallel(
+        layout="BNSD", ulysses_degree=ulysses_degree, load_balance=load_balance, seq_len=SHAPE[2]
+    )
+    together = style.apply(CausalAttention(), mesh)
+    times = []
+    for _ in range(rounds + 1):
+        dist.barrier()
+        one = _seconds(alone, whole) if dist.get_rank() == 0 else 0.0
+        dist.barrier()
+        two = torch.tensor(_seconds(together, local))
+        dist.all_reduce(two, op=dist.ReduceOp.MAX)  # the pair is as fast as its slower rank
+        times.append((one, float(two)))
+    return times[1:]  # the first round warms up
+
+
+def _seconds(core: Callable[..., Tensor], tensors: list[Tensor]) -> float:
+    q, k, v = (x.detach().requires_grad_() for x in tensors[:3])
+    start = time.perf_counter()
+    core(q, k, v).backward(tensors[3])
+    return time.perf_counter() - start
+
+
+def main() -> int:
+    """Measure, print, and judge with ``--check``."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--mode", choices=sorted(MODES), default="ulysses")
+    parser.add_argument("--check", action="store_true", help=f"exit 1 below {TARGET:.0%}")
+    options = parser.parse_args()
+    times = run_on_ranks(measure, DEGREE, options.mode, options.rounds, timeout=300)[0]
+    print(f"{options.mode} cp={DEGREE} {list(SHAPE)} causal fp32, forward + backward")
+    print("round   one process   two ranks   efficiency")
+    for index, (one, two) in enumerate(times):
+        print(f"{index:5d}   {one:9.4f} s   {two:7.4f} s   {one / (2 * two):9.1%}")
+    efficiency = statistics.median(one / (2 * two) for one, two in times)
+    one, two = (statistics.median(side) for side in zip(*times, strict=True))
+    print(f"median  {one:9.4f} s   {two:7.4f} s   {efficiency:9.1%}   (target {TARGET:.0%})")
+    return 1 if options.check and not efficiency >= TARGET else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,74 @@
+"""``paralign align``: runs the reference and the parallel run, and judges one by the other."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from paralign.commands.files import check_writable
+from paralign.commands.options import (
+    ConfigFile,
+    JsonFile,
+    Overrides,
+    Quiet,
+    Verbose,
+    check_not_both,
+)
+from paralign.commands.report import deliver
+from paralign.commands.terminal import progress
+from paralign.config.load import load_config
+from paralign.launch.torchrun import current_world
+
+
+def align(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    steps: Annotated[
+        str | None,
+        typer.Option(metavar="K", help="Optimizer steps to compare; the same as align.steps."),
+    ] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DTYPE", help="float64, float32 or bfloat16; the same as align.dtype."
+        ),
+    ] = None,
+    json: JsonFile = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="Keep what both runs recorded, for `paralign compare`."),
+    ] = None,
+    timeout: Annotated[
+        float,
+        typer.Option(metavar="S", help="Seconds without progress after which a run has hung."),
+    ] = 300.0,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+) -> int:
+    """Run a config on one device and in parallel, and compare them parameter by parameter.
+
+    Starts the ranks on this machine, or joins those that torchrun started. Exit status: 0 aligned,
+    1 misaligned, 2 the config is wrong, 3 a rank failed or hung, 4 inconclusive.
+    """
+    check_not_both(quiet, verbose)
+    if not (timeout > 0 and math.isfinite(timeout)):
+        raise typer.BadParameter(f"--timeout={timeout} must be a number of seconds above 0.")
+    changes = [
+        *(overrides or ()),
+        *([f"align.steps={steps}"] if steps is not None else []),
+        *([f"align.dtype={dtype}"] if dtype is not None else []),
+    ]
+    world = current_world()
+    run = load_config(config, changes, world_size=world.world_size if world else None)
+    if json is not None:
+        check_writable("--json", json)
+    from paralign.prove.run import align as run_both  # imports torch: only for a sound config
+
+    with progress(quiet=quiet or (world is not None and world.rank != 0)) as say:
+        report = run_both(run, trace=trace, timeout=timeout, progress=say)
+    if world is not None and world.rank != 0:
+        return report.exit_status  # one rank speaks for all; the verdict is the same on each
+    return deliver(report, json=json, quiet=quiet, verbose=verbose)

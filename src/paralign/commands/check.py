@@ -1,0 +1,38 @@
+"""``paralign check``: every static rule, then what the plan will do, without starting a rank."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from paralign.commands.options import ConfigFile, Overrides, Verbose
+from paralign.commands.terminal import print_result
+from paralign.config.load import load_config
+from paralign.launch.torchrun import current_world
+
+
+def check(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    world: Annotated[
+        int | None,
+        typer.Option(
+            "--world", metavar="N", min=1, help="Ranks there will be; the mesh must multiply to it."
+        ),
+    ] = None,
+    verbose: Verbose = False,
+) -> int:
+    """Check every rule of a config, and show the plan it makes.
+
+    Starts no rank. Shows the support table's verdict, parameters, memory and communication per rank,
+    and over which axes the gradient of each parameter is summed.
+    """
+    torchrun = current_world()
+    if world is None and torchrun is not None:
+        world = torchrun.world_size
+    run = load_config(config, overrides or (), world_size=world)
+    from paralign.prove.check import describe_plan  # imports torch: only for a config that is sound
+
+    print_result(describe_plan(run, verbose=verbose))
+    return 0

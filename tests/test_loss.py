@@ -1,0 +1,173 @@
+"""The loss is a sum over valid tokens; pieces of a batch add up to the whole."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from paralign.errors import LayoutError
+from paralign.loss import (
+    IGNORE_INDEX,
+    count_valid_tokens,
+    shift_labels,
+    token_cross_entropy_sum,
+)
+from paralign.models.registry import find_model
+
+
+def make(rows=3, seq_len=8, vocab=11, dtype=torch.float64) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(rows, seq_len, vocab, dtype=torch.float64, generator=generator).mul(3)
+    labels = torch.randint(0, vocab, (rows, seq_len), generator=generator)
+    labels[0, 3:] = IGNORE_INDEX
+    labels[2, :1] = IGNORE_INDEX
+    return logits.to(dtype), labels
+
+
+def test_shifted_labels_are_the_next_tokens():
+    tokens = torch.tensor([[5, 6, 7, 8], [1, 2, 3, 4]])
+    assert shift_labels(tokens).tolist() == [[6, 7, 8, -100], [2, 3, 4, -100]]
+    assert tokens.tolist() == [[5, 6, 7, 8], [1, 2, 3, 4]]
+    assert shift_labels(torch.tensor([[5]])).tolist() == [[-100]]
+
+
+def test_count_is_an_exact_integer_tensor():
+    _, labels = make()
+    count = count_valid_tokens(labels)
+    assert count.dtype == torch.int64 and count.item() == 3 * 8 - 5 - 1
+    assert count_valid_tokens(labels, ignore_index=-1).item() == 3 * 8
+
+
+def test_sum_matches_the_formula():
+    logits, labels = make()
+    expected = 0.0
+    for row in range(3):
+        for position in range(8):
+            label = int(labels[row, position])
+            if label != IGNORE_INDEX:
+                scores = logits[row, position]
+                expected += float(scores.exp().sum().log() - scores[label])
+    assert token_cross_entropy_sum(logits, labels).item() == pytest.approx(expected, rel=1e-14)
+
+
+def test_gradient_is_softmax_minus_one_hot_on_valid_tokens():
+    logits, labels = make()
+    logits.requires_grad_()
+    token_cross_entropy_sum(logits, labels).backward()
+    valid = labels != IGNORE_INDEX
+    one_hot = torch.nn.functional.one_hot(labels.clamp(min=0), 11)
+    expected = (logits.detach().softmax(-1) - one_hot) * valid.unsqueeze(-1)
+    torch.testing.assert_close(logits.grad, expected, rtol=1e-13, atol=1e-15)
+
+
+def test_pieces_with_uneven_padding_add_up_and_means_of_means_do_not():
+    logits, labels = make()
+    whole = token_cross_entropy_sum(logits, labels)
+    pieces = [(logits[r : r + 1, s], labels[r : r + 1, s]) for r in range(3) for s in HALVES]
+    sums = [token_cross_entropy_sum(*piece) for piece in pieces]
+    assert sum(part.item() for part in sums) == pytest.approx(whole.item(), rel=1e-14)
+
+    counts = [count_valid_tokens(label).item() for _, label in pieces]
+    means = [part.item() / count for part, count in zip(sums, counts, strict=True) if count]
+    wrong = sum(means) / len(means)
+    assert abs(wrong - whole.item() / sum(counts)) > 1e-2
+
+
+HALVES = (slice(0, 4), slice(4, 8))
+
+
+def test_nothing_valid_is_zero_with_zero_gradients():
+    logits, labels = make()
+    logits.requires_grad_()
+    loss = token_cross_entropy_sum(logits, torch.full_like(labels, IGNORE_INDEX))
+    loss.backward()
+    assert loss.item() == 0.0
+    assert logits.grad is not None and not bool(logits.grad.any())
+
+
+@pytest.mark.parametrize(
+    ("given", "computed"),
+    [
+        (torch.bfloat16, torch.float32),
+        (torch.float16, torch.float32),
+        (torch.float32, torch.float32),
+        (torch.float64, torch.float64),
+    ],
+)
+def test_sum_is_computed_in_float32_at_least(given, computed):
+    logits, labels = make(dtype=given)
+    loss = token_cross_entropy_sum(logits, labels)
+    assert loss.dtype == computed
+    assert torch.equal(loss, token_cross_entropy_sum(logits.to(computed), labels))
+
+
+def test_other_ignore_index():
+    logits, labels = make()
+    renamed = labels.masked_fill(labels == IGNORE_INDEX, -7)
+    assert torch.equal(
+        token_cross_entropy_sum(logits, renamed, ignore_index=-7),
+        token_cross_entropy_sum(logits, labels),
+    )
+
+
+def test_shapes_that_do_not_belong_together_are_refused():
+    logits, labels = make()
+    with pytest.raises(LayoutError) as error:
+        token_cross_entropy_sum(logits, labels[:, :4])
+    assert str(error.value) == (
+        "logits of shape (3, 8, 11) do not belong to labels of shape (3, 4): [B, S, V] and [B, S] are "
+        "needed. Give the same rows and the same slice of the sequence to both."
+    )
+    with pytest.raises(LayoutError, match=r"logits of shape \(24, 11\)"):
+        token_cross_entropy_sum(logits.flatten(0, 1), labels.flatten())
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        (
+            "llama",
+            {"num_heads": 2, "num_kv_heads": 1, "hidden_size": 8, "ffn_hidden_size": 6},
+        ),
+        (
+            "pangu_moe",
+            {
+                "num_heads": 2,
+                "hidden_size": 8,
+                "ffn_hidden_size": 6,
+                "q_lora_rank": 4,
+                "kv_lora_rank": 3,
+                "qk_nope_head_dim": 2,
+                "qk_rope_head_dim": 2,
+                "v_head_dim": 3,
+            },
+        ),
+    ],
+)
+def test_gradients_of_a_model_match_finite_differences(name, sizes):
+    entry = find_model(name)
+    config = entry.configure("tiny", {**sizes, "num_layers": 1, "vocab_size": 7, "bias": True})
+    torch.manual_seed(0)
+    model = entry.build(config).double()
+    tokens = torch.tensor([[1, 4, 2, 6, 0]])
+    labels = shift_labels(tokens)
+
+    def loss() -> Tensor:
+        return token_cross_entropy_sum(model(tokens), labels) / count_valid_tokens(labels)
+
+    loss().backward()
+    step = 1e-6
+    for parameter_name, parameter in model.named_parameters():
+        assert parameter.grad is not None
+        flat, grad = parameter.detach().view(-1), parameter.grad.view(-1)
+        for index in range(0, flat.numel(), max(1, flat.numel() // 5)):
+            before = flat[index].item()
+            with torch.no_grad():
+                flat[index] = before + step
+                above = loss().item()
+                flat[index] = before - step
+                below = loss().item()
+                flat[index] = before
+            slope = (above - below) / (2 * step)
+            assert slope == pytest.approx(grad[index].item(), rel=1e-6, abs=1e-9), parameter_name
