@@ -15,6 +15,16 @@ from paralign.loss import (
 )
 from paralign.models.registry import find_model
 
+HALVES = (slice(0, 4), slice(4, 8))
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # tiny tensors: a second thread only waits
+    yield
+    torch.set_num_threads(threads)
+
 
 def make(rows=3, seq_len=8, vocab=11, dtype=torch.float64) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
@@ -72,9 +82,6 @@ def test_pieces_with_uneven_padding_add_up_and_means_of_means_do_not():
     means = [part.item() / count for part, count in zip(sums, counts, strict=True) if count]
     wrong = sum(means) / len(means)
     assert abs(wrong - whole.item() / sum(counts)) > 1e-2
-
-
-HALVES = (slice(0, 4), slice(4, 8))
 
 
 def test_nothing_valid_is_zero_with_zero_gradients():

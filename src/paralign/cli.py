@@ -14,7 +14,7 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, cast
 
 import typer
 
@@ -28,9 +28,9 @@ from paralign.errors import ConfigError, ParalignError, RankError
 
 _UNFORESEEN = 3
 _INTERRUPTED = 130
-# typer brings its own copy of click in some versions and imports click in others; this is its base of
-# all wrong arguments in both.
-_UsageError = typer.BadParameter.__mro__[1]
+# Some versions of typer bring their own click and others import it; this is the base of all wrong
+# arguments in both.
+_UsageError = cast("type[Exception]", typer.BadParameter.__mro__[1])
 
 
 def _print_version(wanted: bool) -> None:
@@ -52,7 +52,6 @@ def build_app() -> typer.Typer:
     """Return the application with all its commands."""
     app = typer.Typer(
         name="paralign",
-        no_args_is_help=True,
         add_completion=False,
         pretty_exceptions_enable=False,
         context_settings={"help_option_names": ["-h", "--help"]},
@@ -69,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: Arguments without the program's name; None takes them from the process.
     """
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    arguments = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     try:
         status = _run(arguments)
         sys.stdout.flush()
@@ -109,7 +108,8 @@ def _explain_usage(error: Exception) -> str:
     context = getattr(error, "ctx", None)
     message = str(getattr(error, "format_message", error.__str__)()).strip()
     command = context.command_path if context is not None else "paralign"
-    return f"{message.rstrip('.')}. See `{command} --help`."
+    end = "" if message.endswith((".", "?")) else "."
+    return f"{message}{end} See `{command} --help`."
 
 
 def _print_failure(message: str, error: Exception, *, verbose: bool) -> None:

@@ -16,7 +16,6 @@ right and nothing is sent, so a model that holds these can be shape-checked with
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -141,9 +140,7 @@ class _AllToAllDims(torch.autograd.Function):
         ctx: Any, group: dist.ProcessGroup, split_dim: int, concat_dim: int, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
         ctx.route = (group, split_dim, concat_dim)
-        if len(tensors) == 1:
-            return (_exchange_one(tensors[0], split_dim, concat_dim, group),)
-        return _exchange_packed(tensors, split_dim, concat_dim, group)
+        return _exchange(tensors, split_dim, concat_dim, group)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -182,46 +179,29 @@ class _ReduceScatterStack(torch.autograd.Function):
         return None, _AllGatherStack.apply(ctx.group, grad)  # type: ignore[no-untyped-call]
 
 
-def _exchange_one(x: Tensor, split_dim: int, concat_dim: int, group: dist.ProcessGroup) -> Tensor:
-    """Exchange one tensor, without a copy on a side whose memory order already fits."""
-    degree = dist.get_world_size(group)
-    send = _rank_major(
-        x, split_dim, degree
-    ).contiguous()  # no copy where nothing precedes split_dim
-    final_shape = _exchanged_shape(x, split_dim, concat_dim, degree)
-    if math.prod(final_shape[:concat_dim]) == 1:
-        # Rank-major order is the final order: receive in place. The result is no view, so that
-        # autograd lets its user modify it.
-        result = x.new_empty(final_shape)
-        _send(result.view(-1), send.view(-1), group)
-        return result
-    received = torch.empty_like(send)
-    _send(received.view(-1), send.view(-1), group)
-    return _merge_ranks(received, concat_dim)
-
-
-def _exchange_packed(
+def _exchange(
     tensors: Sequence[Tensor], split_dim: int, concat_dim: int, group: dist.ProcessGroup
 ) -> tuple[Tensor, ...]:
-    """Exchange several tensors through one buffer: row r holds what rank r gets of each."""
-    degree = dist.get_world_size(group)
+    """Send every other rank its piece of each tensor, through one buffer without a gap for our own.
+
+    A rank's own pieces go straight into the result: with few ranks they are a large part of the data.
+    """
+    degree, me = dist.get_world_size(group), dist.get_rank(group)
+    mine = [_rank_major(x, split_dim, degree) for x in tensors]
     lengths = [x.numel() // degree for x in tensors]
-    send = tensors[0].new_empty((degree, sum(lengths)))
+    others = [rank for rank in range(degree) if rank != me]
+    send = _pack(mine, others, lengths)
     received = torch.empty_like(send)
-    pieces = [_rank_major(x, split_dim, degree) for x in tensors]
-    for part, piece in zip(torch.split(send, lengths, 1), pieces, strict=True):
-        part.view(piece.shape).copy_(piece)
-    _send(received.view(-1), send.view(-1), group)
-    merged = (
-        _merge_ranks(part.view(piece.shape), concat_dim)
-        for part, piece in zip(torch.split(received, lengths, 1), pieces, strict=True)
-    )
-    return tuple(merged)
-
-
-def _send(received: Tensor, send: Tensor, group: dist.ProcessGroup) -> None:
     if not send.is_meta:
-        dist.all_to_all_single(received, send, group=group)
+        sizes = [0 if rank == me else sum(lengths) for rank in range(degree)]
+        dist.all_to_all_single(received, send, sizes, sizes, group=group)
+    arrived = torch.split(received, lengths * len(others))
+    results = []
+    for index, piece in enumerate(mine):
+        parts = [part.view(piece.shape[1:]) for part in arrived[index :: len(mine)]]
+        parts.insert(me, piece[me])
+        results.append(torch.cat(parts, concat_dim))  # never a view, so its user may modify it
+    return tuple(results)
 
 
 def _rank_major(x: Tensor, split_dim: int, degree: int) -> Tensor:
@@ -229,16 +209,16 @@ def _rank_major(x: Tensor, split_dim: int, degree: int) -> Tensor:
     return torch.unflatten(x, split_dim, (degree, -1)).movedim(split_dim, 0)
 
 
-def _merge_ranks(stacked: Tensor, concat_dim: int) -> Tensor:
-    """Turn ``[n, ...]`` into its pieces concatenated on ``concat_dim``; never a view."""
-    return torch.cat(stacked.unbind(0), concat_dim)
-
-
-def _exchanged_shape(x: Tensor, split_dim: int, concat_dim: int, degree: int) -> tuple[int, ...]:
-    shape = list(x.shape)
-    shape[split_dim] //= degree
-    shape[concat_dim] *= degree
-    return tuple(shape)
+def _pack(mine: Sequence[Tensor], others: Sequence[int], lengths: Sequence[int]) -> Tensor:
+    """Put the pieces for the other ranks behind each other: one copy, or none for a single piece."""
+    if len(mine) == len(others) == 1 and mine[0][others[0]].is_contiguous():
+        return mine[0][others[0]].view(-1)
+    send = mine[0].new_empty(len(others) * sum(lengths))
+    places = iter(torch.split(send, [*lengths] * len(others)))
+    for rank in others:
+        for piece in mine:
+            next(places).view(piece.shape[1:]).copy_(piece[rank])
+    return send
 
 
 def _check_split(tensors: Sequence[Tensor], split_dim: int, concat_dim: int, degree: int) -> None:

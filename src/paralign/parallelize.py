@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from paralign.blueprint import Blueprint
 from paralign.errors import ConfigError, MeshError, ScheduleError
+from paralign.layout import local_boxes
 from paralign.mesh import Axis, Degrees, degrees_of
 from paralign.models.compose import structure_problems
 from paralign.parallel.data import (
@@ -259,20 +260,28 @@ def _initialise(
         canonical = aliases.get(name, name)
         global_shape = tuple(parameter.shape)
         local: Tensor = parameter.to_local()  # type: ignore[attr-defined]  # FSDP made a DTensor
-        offsets = _offsets(parameter)
         fill_(
             local,
             init(canonical, global_shape),
             seed=seed,
             name=canonical,
             global_shape=global_shape,
-            offsets=offsets,
+            offsets=_offsets(parameter, tuple(local.shape)),
         )
 
 
-def _offsets(parameter: nn.Parameter) -> tuple[int, ...]:
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-    return compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)[1]
+def _offsets(parameter: nn.Parameter, held_shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return where the local shard of a sharded parameter starts in the global one."""
+    mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
+    held = local_boxes(
+        parameter.shape,
+        placements,
+        mesh.shape,
+        mesh.get_coordinate(),
+        held_shape=held_shape,
+    )
+    # FSDP cuts one dim into contiguous pieces, so there is at most one span a dim.
+    return tuple(spans[0].global_[0] if spans else 0 for spans in held)
 
 
 def _check_same_weights(model: nn.Module, degrees: Degrees) -> None:

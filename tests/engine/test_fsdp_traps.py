@@ -11,7 +11,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from paralign.errors import RankError
 from paralign.testing import run_on_ranks
 from tests.engine.toys import (
     Model,
@@ -26,7 +25,7 @@ from tests.engine.toys import (
     wrap_blocks,
     wrap_children,
 )
-from tests.engine.traps import EXACT, still_there
+from tests.engine.traps import EXACT, failure_of, still_there
 
 pytestmark = pytest.mark.ranks
 
@@ -42,7 +41,7 @@ def divide_factor_alone() -> dict[str, str]:
     seen: dict[str, str] = {}
     mesh = init_device_mesh("cpu", (2,))
     for kind, force_sum in (("factor", False), ("factor and forced sum", True)):
-        model = build()
+        model = build().float()  # fp32 and bf16; fp64 and fp16 divide by themselves
         fully_shard(model, mesh=mesh)
         assert isinstance(model, FSDPModule)
         model.set_gradient_divide_factor(1.0)
@@ -54,7 +53,7 @@ def divide_factor_alone() -> dict[str, str]:
         seen[kind] = error_of(run) or str(
             max(gradient_errors([model], reference(build())).values())
         )
-    return seen  # {"factor": "RuntimeError: ... PREMUL_SUM ...", "factor and forced sum": "2e-16"}
+    return seen  # {"factor": "RuntimeError: ... PREMUL_SUM ...", "factor and forced sum": "3e-7"}
 
 
 def test_a_divide_factor_alone_fails_on_gloo():
@@ -62,7 +61,7 @@ def test_a_divide_factor_alone_fails_on_gloo():
     still_there(
         "a-gradient-divide-factor-alone-fails-on-gloo",
         broken="PREMUL_SUM" in seen["factor"],
-        cured=float(seen["factor and forced sum"]) <= EXACT,
+        cured=float(seen["factor and forced sum"]) <= 1e-5,
         seen=seen,
     )
 
@@ -126,14 +125,13 @@ def parameter_used_on_one_rank(reduce_unused: bool) -> float:
 
 
 def test_a_parameter_used_on_some_ranks_ends_the_run():
-    with pytest.raises(RankError) as caught:
-        run_on_ranks(parameter_used_on_one_rank, 2, False, timeout=5)
+    failure = failure_of(parameter_used_on_one_rank, 2, False)
     cured = run_on_ranks(parameter_used_on_one_rank, 2, True)[0]
     still_there(
         "a-parameter-used-on-some-ranks-only-ends-the-run",
-        broken=True,
+        broken=failure != "",
         cured=cured <= EXACT,
-        seen=(str(caught.value), cured),
+        seen=(failure, cured),
     )
 
 

@@ -10,10 +10,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
-from paralign.errors import RankError
 from paralign.testing import run_on_ranks
 from tests.engine.toys import build, gradient_errors, pipe, reference, wrap_blocks
-from tests.engine.traps import EXACT, still_there
+from tests.engine.traps import EXACT, failure_of, still_there
 
 pytestmark = pytest.mark.ranks
 
@@ -143,11 +142,21 @@ def send_to_the_next_rank(module: nn.Module, lengths: tuple[int, ...] = (4,)) ->
 
 
 def test_a_stage_output_that_is_not_contiguous_breaks_the_send():
-    with pytest.raises(RankError) as caught:
-        run_on_ranks(send_to_the_next_rank, 2, Transposing(contiguous=False))
+    failure = failure_of(send_to_the_next_rank, 2, Transposing(contiguous=False))
     still_there(
         "a-stage-output-that-is-not-contiguous-cannot-be-sent",
-        broken="contiguous" in str(caught.value),
-        cured=run_on_ranks(send_to_the_next_rank, 2, Transposing(contiguous=True)) == ["ran"] * 2,
-        seen=str(caught.value),
+        broken="contiguous" in failure,
+        cured=failure_of(send_to_the_next_rank, 2, Transposing(contiguous=True)) == "",
+        seen=failure,
+    )
+
+
+def test_another_sequence_length_at_a_later_step_ends_the_run():
+    module = Transposing(contiguous=True)
+    failure = failure_of(send_to_the_next_rank, 2, module, (4, 8))
+    still_there(
+        "another-sequence-length-at-a-later-step-ends-the-run",
+        broken="SIGABRT" in failure,
+        cured=failure_of(send_to_the_next_rank, 2, module, (4, 4)) == "",
+        seen=failure,
     )

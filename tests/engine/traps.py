@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
+
+from paralign.errors import RankError
+from paralign.testing import run_on_ranks
 
 EXACT = 1e-12  # fp64: sums in another order stay below 1e-15, the traps are above 1e-4
 
@@ -21,3 +27,12 @@ def still_there(anchor: str, *, broken: bool, cured: bool, seen: object) -> None
         pytest.fail(f"the cure for {anchor} no longer works: {where} (measured: {seen})")
     if not broken:
         pytest.fail(f"torch has mended {anchor}: {where} (measured: {seen})")
+
+
+def failure_of(fn: Callable[..., Any], world_size: int, *args: Any) -> str:
+    """Return how a world of ranks ended, or an empty string if every rank returned."""
+    try:
+        run_on_ranks(fn, world_size, *args, timeout=10)
+    except RankError as error:
+        return str(error)
+    return ""

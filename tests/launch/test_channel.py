@@ -31,13 +31,17 @@ def test_an_error_of_the_listener_ends_the_world():
 
 @pytest.mark.ranks
 def test_an_event_that_cannot_be_pickled_is_the_ranks_error():
-    with pytest.raises(RuntimeError, match=r"(?s)^\[rank 0\] .*pickle.*\(the same on all 2 ranks\)"):
+    with pytest.raises(
+        RuntimeError, match=r"(?s)^\[rank 0\] .*pickle.*\(the same on all 2 ranks\)"
+    ):
         run_ranks(on_rank.report_unpicklable, 2)
 
 
 @pytest.mark.ranks
 def test_an_event_that_cannot_be_unpickled_names_the_rank():
-    with pytest.raises(RuntimeError, match=r"^\[rank 0\] reported an event that cannot be unpickle"):
+    with pytest.raises(
+        RuntimeError, match=r"^\[rank 0\] reported an event that cannot be unpickle"
+    ):
         run_ranks(on_rank.report_explosive, 1)
 
 

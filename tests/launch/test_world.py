@@ -75,9 +75,7 @@ def test_functions_of_the_main_script_run_on_ranks(tmp_path):
 def test_a_script_without_a_main_guard_is_told_so(tmp_path):
     script = tmp_path / "unguarded.py"
     script.write_text(
-        "from paralign.launch import run_ranks\n"
-        "def fn(): return 1\n"
-        "run_ranks(fn, 2)\n"
+        "from paralign.launch import run_ranks\ndef fn(): return 1\nrun_ranks(fn, 2)\n"
     )
     stderr = _run_python(str(script), status=1).stderr
     assert (
@@ -113,11 +111,7 @@ def test_a_function_that_cannot_be_sent_is_refused_before_ranks_start():
 
 
 def test_a_function_of_an_interactive_session_is_refused():
-    script = (
-        "from paralign.launch import run_ranks\n"
-        "def fn(): return 1\n"
-        "run_ranks(fn, 1)\n"
-    )
+    script = "from paralign.launch import run_ranks\ndef fn(): return 1\nrun_ranks(fn, 1)\n"
     stderr = _run_python("-c", script, status=1).stderr
     assert "fn=fn is defined in an interactive session, where ranks cannot find it." in stderr
 

@@ -21,14 +21,10 @@ def draw(*shape: int) -> torch.Tensor:
 
 def test_pairs_are_turned_as_complex_numbers():
     x, positions = draw(2, 3, 5, WIDTH), torch.tensor([[0, 1, 2, 3, 4], [7, 70, 700, 7000, 70000]])
-    frequencies = torch.tensor([THETA ** (-2 * i / WIDTH) for i in range(WIDTH // 2)]).double()
-    angles = positions[:, None, :, None] * torch.tensor(
-        [THETA ** (-2 * i / WIDTH) for i in range(WIDTH // 2)], dtype=torch.float64
-    )
-    assert frequencies.numel() == WIDTH // 2
-    turned = torch.complex(x[..., : WIDTH // 2], x[..., WIDTH // 2 :]) * torch.polar(
-        torch.ones_like(angles), angles
-    )
+    frequencies = [THETA ** (-2 * pair / WIDTH) for pair in range(WIDTH // 2)]
+    angles = positions[:, None, :, None] * torch.tensor(frequencies, dtype=torch.float64)
+    numbers = torch.complex(x[..., : WIDTH // 2], x[..., WIDTH // 2 :])
+    turned = numbers * torch.polar(torch.ones_like(angles), angles)
     expected = torch.cat((turned.real, turned.imag), dim=-1)
     torch.testing.assert_close(turn(x, positions), expected, rtol=1e-10, atol=1e-10)
 

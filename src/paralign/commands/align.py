@@ -20,6 +20,7 @@ from paralign.commands.options import (
 from paralign.commands.report import deliver
 from paralign.commands.terminal import progress
 from paralign.config.load import load_config
+from paralign.errors import ConfigError
 from paralign.launch.torchrun import current_world
 
 
@@ -50,12 +51,14 @@ def align(
 ) -> int:
     """Run a config on one device and in parallel, and compare them parameter by parameter.
 
-    Starts the ranks on this machine, or joins those that torchrun started. Exit status: 0 aligned,
-    1 misaligned, 2 the config is wrong, 3 a rank failed or hung, 4 inconclusive.
+    Starts the ranks on this machine, or joins those that torchrun started.
+
+    Exit status: 0 aligned, 1 misaligned, 2 the config is wrong, 3 a rank failed
+    or hung, 4 inconclusive.
     """
     check_not_both(quiet, verbose)
     if not (timeout > 0 and math.isfinite(timeout)):
-        raise typer.BadParameter(f"--timeout={timeout} must be a number of seconds above 0.")
+        raise ConfigError(f"--timeout={timeout} must be a number above 0. Give seconds, as in 300.")
     changes = [
         *(overrides or ()),
         *([f"align.steps={steps}"] if steps is not None else []),

@@ -25,8 +25,8 @@ def check(
 ) -> int:
     """Check every rule of a config, and show the plan it makes.
 
-    Starts no rank. Shows the support table's verdict, parameters, memory and communication per rank,
-    and over which axes the gradient of each parameter is summed.
+    Starts no rank. Shows what the support table says, parameters, memory and
+    communication per rank, and over which axes each gradient is summed.
     """
     torchrun = current_world()
     if world is None and torchrun is not None:

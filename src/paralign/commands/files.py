@@ -35,7 +35,7 @@ def write_atomically(path: Path, text: str) -> None:
         try:
             with os.fdopen(descriptor, "w", encoding="utf-8") as file:
                 file.write(text)
-            # mkstemp makes files that only their owner may read; a result is as open as any new file.
+            # mkstemp lets only the owner read; a result is as open as any new file.
             mask = os.umask(0)
             os.umask(mask)
             Path(name).chmod(0o666 & ~mask)

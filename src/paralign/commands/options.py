@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from paralign.errors import ConfigError
+
 ConfigFile = Annotated[
     Path, typer.Argument(metavar="RUN.yaml", help="The run; `paralign init` writes one.")
 ]
@@ -32,7 +34,7 @@ def check_not_both(quiet: bool, verbose: bool) -> None:
     """Refuse ``-q`` together with ``-v``.
 
     Raises:
-        typer.BadParameter: Both are given.
+        ConfigError: Both are given.
     """
     if quiet and verbose:
-        raise typer.BadParameter("-q says less and -v says more. Give one of the two.")
+        raise ConfigError("--quiet and --verbose contradict each other. Give one of the two.")

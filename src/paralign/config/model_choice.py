@@ -103,8 +103,8 @@ def _choose_registered(name: str, section: ModelSection) -> ModelChoice:
         elif not _fits(fields[key], value):
             problems.append(
                 f"model.{key}={show(value)} ({describe_type(value)}) must be "
-                f"{_WORDS.get(fields[key], str(fields[key]))}. Write a value such as "
-                f"{show(getattr(entry.presets[DEFAULT_PRESET](), key))}."
+                f"{_WORDS.get(fields[key], str(fields[key]))}. "
+                f"Write `{key}: {show(getattr(entry.presets[DEFAULT_PRESET](), key))}`."
             )
     if problems:
         return ModelChoice(problems=tuple(problems))

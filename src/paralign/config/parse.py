@@ -86,6 +86,12 @@ def explain_unknown(section: str, key: str) -> str:
     )
 
 
+def _extra(field: FieldInfo) -> dict[str, Any]:
+    extra = field.json_schema_extra
+    assert isinstance(extra, dict)  # every key is declared with `_key`
+    return extra
+
+
 def _path_of(location: tuple[str | int, ...]) -> str:
     """Keep section and key; what follows is an index or one branch of a union."""
     depth = 2 if location[0] in SECTIONS else 1
@@ -103,10 +109,10 @@ def _without(values: Mapping[str, Any], path: str) -> dict[str, Any]:
 def _explain(path: str, values: Mapping[str, Any]) -> str:
     section, _, key = path.partition(".")
     if not key and section in SECTIONS:
-        example = next(iter(SECTIONS[section].model_fields))
+        key, field = next(iter(SECTIONS[section].model_fields.items()))
         return (
-            f"{section}={show(values[section])} is {describe_type(values[section])}, but must be a "
-            f"section. Write its keys below it, such as `{section}: {{{example}: ...}}`."
+            f"{section}={show(values[section])} ({describe_type(values[section])}) must be a section. "
+            f"Write its keys below it, such as `{section}: {{{key}: {_extra(field)['example']}}}`."
         )
     fields = SECTIONS[section].model_fields if key else RunConfig.model_fields
     name = key or section
@@ -118,8 +124,7 @@ def _explain(path: str, values: Mapping[str, Any]) -> str:
 
 def explain_value(path: str, value: Any, field: FieldInfo) -> str:
     """Say what ``path`` must be instead of ``value``, and give a value that works."""
-    extra = field.json_schema_extra
-    assert isinstance(extra, dict)  # every key is declared with `_key`
+    extra = _extra(field)
     expects, key = str(extra["expects"]), path.rpartition(".")[2]
     kind = "" if type(value) in (int, float) else f" ({describe_type(value)})"
     text = f"{path}={show(value)}{kind} must be {expects}."

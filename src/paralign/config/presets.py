@@ -1,4 +1,4 @@
-"""Runs to start from, as functions: what ``paralign init PRESET`` writes and ``examples/`` holds."""
+"""Runs to start from, as functions: ``paralign init`` writes them, ``examples/`` has them."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def pangu_dense() -> RunConfig:
 
 
 def zero_bubble() -> RunConfig:
-    """Return a V-shaped schedule that splits the backward pass, with its parameters kept gathered."""
+    """Return a V-shaped schedule that splits the backward pass, its parameters kept gathered."""
     return RunConfig(
         model=LLAMA,
         mesh=MeshSection(pp=2, dp_shard=4),

@@ -115,7 +115,7 @@ def _schedule(facts: Facts) -> Iterator[str]:
 
 def _plan(facts: Facts) -> Iterator[str]:
     if not list(_schedule(facts)):
-        yield from plan_problems(plan_of(facts.config, facts.model))
+        yield from plan_problems(plan_of(facts.config, _sound_sizes(facts)))
 
 
 def _rows(facts: Facts) -> Iterator[str]:
@@ -136,12 +136,11 @@ def _rows(facts: Facts) -> Iterator[str]:
 
 def _sequence(facts: Facts) -> Iterator[str]:
     config, cp = facts.config, facts.config.mesh.cp
-    # Where the heads are unknown, or wrong by themselves, only the sequence is judged here: any
-    # number that divides stands for them.
-    judged = not list(_model_sizes(facts))
-    num_heads = (facts.model.size("num_heads") if judged else None) or cp
-    num_kv_heads = (facts.model.size("num_kv_heads") if judged else None) or num_heads
-    yield from requirements(
+    # Where the heads are unknown, only the sequence is judged: any number that divides stands in.
+    model = _sound_sizes(facts)
+    num_heads = model.size("num_heads") or cp
+    num_kv_heads = model.size("num_kv_heads") or num_heads
+    problems = requirements(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         seq_len=config.batch.seq_len,
@@ -149,6 +148,7 @@ def _sequence(facts: Facts) -> Iterator[str]:
         ulysses_degree=config.context.ulysses_degree,
         load_balance=config.context.load_balance,
     )
+    yield from (f"{problem.rstrip('.')}." for problem in problems)
 
 
 def _model_sizes(facts: Facts) -> Iterator[str]:
@@ -157,7 +157,12 @@ def _model_sizes(facts: Facts) -> Iterator[str]:
         degrees = config.mesh.model_copy(update={"tp": 1, "ep": 1}).degrees
         entry = MODELS[config.model.name]
         for problem in entry.problems(facts.model.config, degrees, config.batch.seq_len):
-            yield f"model: {problem}"
+            yield f"model: {problem.rstrip('.')}."
+
+
+def _sound_sizes(facts: Facts) -> ModelChoice:
+    """The model, without its sizes where they are wrong by themselves: that is said elsewhere."""
+    return ModelChoice() if list(_model_sizes(facts)) else facts.model
 
 
 def _vocabulary(facts: Facts) -> Iterator[str]:

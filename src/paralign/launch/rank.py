@@ -74,6 +74,7 @@ class RankSetup:
     world_size: int
     device: str
     folder: Path  # private to the world, removed with it
+    parent_folder: Path  # multiprocessing's own; holds the fork server's socket
     timeout: float | None
     environment: dict[str, str]
     main: MainModule | None  # where the job refers to it
@@ -94,7 +95,7 @@ def rank_main(setup: RankSetup, connection: Connection) -> None:
     # A group of its own lets the parent end the rank together with whatever the rank started.
     os.setpgid(0, 0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
-    _watch_parent(setup.folder)
+    _watch_parent(leftovers=(setup.folder, setup.parent_folder))
     _replace_environment(setup.environment)
     channel = Channel(connection)
     CHANNEL.set(channel)
@@ -196,7 +197,7 @@ def _loopback_interface() -> str:
     return next((name for name in names if name in ("lo", "lo0")), "lo")
 
 
-def _watch_parent(folder: Path) -> None:
+def _watch_parent(*, leftovers: tuple[Path, ...]) -> None:
     parent = multiprocessing.parent_process()
     if parent is None:
         raise RuntimeError("rank_main runs in processes that multiprocessing started")
@@ -204,8 +205,9 @@ def _watch_parent(folder: Path) -> None:
 
     def end_with_parent() -> None:
         wait([sentinel])
-        # The parent was killed, so its temporary folder is left to the ranks.
-        shutil.rmtree(folder, ignore_errors=True)
+        # The parent was killed, so its temporary folders are left to the ranks.
+        for folder in leftovers:
+            shutil.rmtree(folder, ignore_errors=True)
         os.killpg(0, signal.SIGKILL)
 
     threading.Thread(target=end_with_parent, name="paralign-parent-watch", daemon=True).start()

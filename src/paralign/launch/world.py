@@ -11,6 +11,7 @@ import os
 import pickle
 import tempfile
 from collections.abc import Callable
+from multiprocessing.util import get_temp_dir
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -69,6 +70,7 @@ def run_ranks(
             world_size=world_size,
             device=device,
             folder=Path(name),
+            parent_folder=Path(get_temp_dir()),
             timeout=timeout,
             environment=dict(os.environ),
             # The bytes may say so by accident, in a string; then the import is only superfluous.

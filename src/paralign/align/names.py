@@ -1,0 +1,104 @@
+"""Global names of a model's parameters, looked up through wrappers and over several stage modules."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from paralign.errors import ConfigError
+
+# Children that torch's own wrappers add around a module.
+_WRAPPER_CHILDREN = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+
+NameRule = Mapping[str, str] | Callable[[str], str] | None
+
+
+@dataclass(frozen=True)
+class NamedParameter:
+    """A parameter under its global name."""
+
+    name: str
+    aliases: tuple[str, ...]
+    parameter: nn.Parameter
+    owner: nn.Module
+    owner_name: str
+
+    def owner_info(self) -> dict[str, Any]:
+        """Say which module owns the parameter and where its class is defined."""
+        kind = type(self.owner)
+        try:
+            file, line = inspect.getsourcefile(kind), inspect.getsourcelines(kind)[1]
+        except (OSError, TypeError):  # defined in a notebook or in C
+            file, line = None, None
+        return {"module": self.owner_name, "class": kind.__name__, "file": file, "line": line}
+
+
+def named_parameters(
+    modules: Sequence[nn.Module], names: NameRule = None
+) -> list[NamedParameter]:
+    """List every parameter of ``modules`` once, in the order in which they are registered.
+
+    A parameter found under several names is tied: the first name is its name, the others aliases.
+    Prefixes that wrappers add (DDP's ``module.``, ``_orig_mod.``, ...) are left out.
+
+    Args:
+        modules: One model, or the stage modules that this rank holds, with global names.
+        names: Renames parameters: old name -> new name, or a function.
+
+    Raises:
+        ConfigError: There are no parameters, two different ones have the same name, or ``names``
+            renames what does not exist. All problems are listed.
+    """
+    found: dict[int, tuple[list[str], nn.Parameter, nn.Module, str]] = {}
+    holder: dict[str, int] = {}
+    clashes: list[str] = []
+    unused = set(names) if isinstance(names, Mapping) else set()
+    for module in modules:
+        for old_name, parameter, owner, owner_name in _walk(module, ""):
+            unused.discard(old_name)
+            name = _rename(old_name, names)
+            known = found.setdefault(id(parameter), ([], parameter, owner, owner_name))[0]
+            if holder.setdefault(name, id(parameter)) != id(parameter):
+                clashes.append(
+                    f"two different parameters are both called {name!r}. Pipeline chunks must keep global "
+                    "names: pass names={'old': 'new'} or names=function"
+                )
+            if name not in known:
+                known.append(name)
+    problems = sorted(set(clashes))
+    problems += [f"names renames {name!r}, which is no parameter" for name in sorted(unused)]
+    if not found:
+        problems.append("the model has no parameters")
+    if problems:
+        raise ConfigError.from_problems("cannot name the parameters to record", problems)
+    return [
+        NamedParameter(known[0], tuple(known[1:]), parameter, owner, owner_name)
+        for known, parameter, owner, owner_name in found.values()
+    ]
+
+
+def _walk(
+    module: nn.Module, prefix: str
+) -> Iterator[tuple[str, nn.Parameter, nn.Module, str]]:
+    for name, parameter in module._parameters.items():
+        if parameter is not None:
+            yield prefix + name, parameter, module, prefix.rstrip(".")
+    for name, child in module._modules.items():
+        if child is not None:
+            through = name in _WRAPPER_CHILDREN or _is_wrapper(module, name)
+            yield from _walk(child, prefix if through else f"{prefix}{name}.")
+
+
+def _is_wrapper(module: nn.Module, child: str) -> bool:
+    """Whether ``module`` does nothing but hold the child called ``module``, as DDP does."""
+    return child == "module" and len(module._modules) == 1 and not module._parameters
+
+
+def _rename(name: str, names: NameRule) -> str:
+    if names is None:
+        return name
+    return names.get(name, name) if isinstance(names, Mapping) else names(name)

@@ -1,0 +1,184 @@
+"""Where a tensor's local piece belongs: read from a DTensor by its interface, never by its class."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from paralign.errors import ConfigError, LayoutError
+from paralign.layout import LocalMap, is_partial, local_boxes, whole
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A piece: its local tensor and what it is of the global one."""
+
+    local: Tensor
+    shape: tuple[int, ...]
+    map: LocalMap
+    replicated_over: tuple[str, ...]
+    partial_over: tuple[str, ...]
+    partial_op: str
+
+
+def is_dtensor(tensor: Any) -> bool:
+    """Say whether ``tensor`` has a DTensor's interface, whichever library it comes from."""
+    return all(hasattr(tensor, name) for name in ("placements", "device_mesh", "to_local"))
+
+
+class RankAxes:
+    """This rank's place on every mesh axis seen so far: its coordinate and the ranks of its group.
+
+    Args:
+        mesh: The run's mesh: a ``DeviceMesh`` with names, or axis name -> process group, or None to
+            know only the meshes that DTensors bring along.
+
+    Raises:
+        ConfigError: The mesh has no axis names, or this rank is not on it.
+    """
+
+    def __init__(self, mesh: Any = None) -> None:
+        self.coordinates: dict[str, int] = {}
+        self.groups: dict[str, list[int]] = {}
+        self._meshes: dict[int, tuple[Any, list[str]]] = {}
+        if isinstance(mesh, Mapping):
+            for axis, group in mesh.items():
+                self._add_group(str(axis), group)
+        elif mesh is not None:
+            self._add_mesh(mesh)
+        self.run_axes = tuple(self.groups)
+
+    def place(self, tensor: Tensor) -> Placed:
+        """Describe the piece of ``tensor`` that this rank holds; communicates nothing.
+
+        Raises:
+            LayoutError: Its placements are of a kind that cannot be described.
+        """
+        if not is_dtensor(tensor):
+            return Placed(
+                tensor.detach(),
+                tuple(tensor.shape),
+                whole(tensor.shape),
+                tuple(axis for axis in self.run_axes if axis != "pp" and self._size(axis) > 1),
+                (),
+                "sum",
+            )
+        mesh, placements = tensor.device_mesh, tuple(tensor.placements)  # type: ignore[attr-defined]
+        local = tensor.to_local().detach()  # type: ignore[attr-defined]
+        names = self._add_mesh(mesh)
+        partial_over, partial_op = _partial(names, placements)
+        return Placed(
+            local,
+            tuple(tensor.shape),
+            local_boxes(
+                tuple(tensor.shape),
+                placements,
+                tuple(mesh.mesh.shape),
+                _coordinate(mesh),
+                held_shape=tuple(local.shape),
+            ),
+            self._replicated_over(mesh, names, placements),
+            partial_over,
+            partial_op,
+        )
+
+    def _replicated_over(
+        self, mesh: Any, names: Sequence[str], placements: Sequence[Any]
+    ) -> tuple[str, ...]:
+        """Axes along which other ranks hold the same piece, the run's own axes first."""
+        replicate = [type(placement).__name__ == "Replicate" for placement in placements]
+        ranks = mesh.mesh.flatten().tolist()
+        coordinate_of = {
+            rank: tuple(at) for rank, at in zip(ranks, _all_coordinates(mesh), strict=True)
+        }
+        axes = []
+        for axis in self.run_axes:
+            group = self.groups[axis]
+            if not all(rank in coordinate_of for rank in group):
+                # The tensor's mesh does not know this axis: a copy of the mesh per coordinate. Along pp
+                # these copies are other layers.
+                same = axis != "pp"
+            else:
+                spread = zip(*(coordinate_of[rank] for rank in group), strict=True)
+                moves = [len(set(indices)) > 1 for indices in spread]
+                same = all(replicate[dim] for dim, moved in enumerate(moves) if moved)
+            if same and len(group) > 1:
+                axes.append(axis)
+        axes += [
+            name
+            for name, copied in zip(names, replicate, strict=True)
+            if copied and name not in self.run_axes and self._size(name) > 1
+        ]
+        return tuple(axes)
+
+    def _size(self, axis: str) -> int:
+        return len(self.groups[axis])
+
+    def _add_group(self, axis: str, group: Any) -> None:
+        import torch.distributed as dist
+
+        if isinstance(group, tuple | list | int):
+            raise ConfigError(
+                f"mesh[{axis!r}]={group!r} is not a process group. Give a DeviceMesh, or a process group "
+                "per axis."
+            )
+        self.groups[axis] = dist.get_process_group_ranks(group)
+        self.coordinates[axis] = dist.get_rank(group)
+
+    def _add_mesh(self, mesh: Any) -> list[str]:
+        """Take in the axes of a mesh and return the names they have here."""
+        # The mesh itself is kept too: an id is only unique while its object lives.
+        if id(mesh) in self._meshes:
+            return self._meshes[id(mesh)][1]
+        coordinate = _coordinate(mesh)
+        given = mesh.mesh_dim_names or tuple(f"axis{dim}" for dim in range(len(coordinate)))
+        names = []
+        for dim, name in enumerate(given):
+            index = (*coordinate[:dim], slice(None), *coordinate[dim + 1 :])
+            names.append(self._add_axis(str(name), mesh.mesh[index].tolist(), coordinate[dim]))
+        self._meshes[id(mesh)] = (mesh, names)
+        return names
+
+    def _add_axis(self, name: str, ranks: list[int], coordinate: int) -> str:
+        """Add an axis; one whose name already means other ranks gets a number."""
+        unique, number = name, 2
+        while self.groups.get(unique, ranks) != ranks:
+            unique, number = f"{name}#{number}", number + 1
+        self.groups[unique] = ranks
+        self.coordinates[unique] = coordinate
+        return unique
+
+
+def _partial(names: Sequence[str], placements: Sequence[Any]) -> tuple[tuple[str, ...], str]:
+    pending = {
+        name: placement
+        for name, placement in zip(names, placements, strict=True)
+        if is_partial(placement)
+    }
+    ops = {str(placement.reduce_op) for placement in pending.values()}
+    kinds = {type(placement).__name__ for placement in pending.values()}
+    if len(ops) > 1 or not ops <= {"sum", "avg"} or not kinds <= {"Partial"}:
+        raise LayoutError(
+            f"placements={tuple(placements)} leave a reduction pending that is neither one sum nor one "
+            "avg, so the value cannot be put together from the ranks' pieces. Redistribute the tensor to "
+            "Replicate or Shard first."
+        )
+    return tuple(pending), next(iter(ops), "sum")
+
+
+def _coordinate(mesh: Any) -> tuple[int, ...]:
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        raise ConfigError(
+            f"this rank is not on the mesh {mesh}. Record with a mesh that holds every recording rank."
+        )
+    return tuple(coordinate)
+
+
+def _all_coordinates(mesh: Any) -> list[list[int]]:
+    """Return the coordinate of every rank of a mesh, in the order of ``mesh.mesh.flatten()``."""
+    coordinates: list[list[int]] = (mesh.mesh == mesh.mesh).nonzero().tolist()
+    return coordinates

@@ -1,0 +1,117 @@
+"""What a plan does to every parameter: who holds it, in which unit, and what its gradient is a sum of.
+
+Declared before any rank starts, printed by ``paralign check``, and asserted against the tensors and
+collectives of real runs by the tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from paralign.blueprint import Blueprint
+from paralign.mesh import Axis, Degrees
+from paralign.parallel.data import FSDP, ROOT_UNIT, plan_units
+from paralign.parallel.stages import rank_of_stage
+from paralign.parallel.support import Plan
+from paralign.parallel.tied import find_tied
+from paralign.parallelize import stage_of_parameters
+
+# Every token is on exactly one rank of these axes, so a gradient there is a partial sum over them all.
+TOKEN_AXES = (Axis.DP_REPLICATE, Axis.DP_SHARD, Axis.CP)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParameterDeclaration:
+    """The fate of one parameter on one stage.
+
+    Attributes:
+        name: Global name.
+        shape: Global shape.
+        trainable: Whether it gets a gradient.
+        stage: Pipeline stage that uses it.
+        pp_rank: Pipeline rank that runs the stage.
+        unit: Modules gathered and reduced with it; empty: the stage's root.
+        placements: Axis -> ``"shard(0)"``, ``"replicate"`` or ``"stage"``, for axes above size 1.
+        partial_over: Axes over which the gradient of a rank's tokens is a partial sum, and over which it
+            is summed exactly once a step.
+        tied_to: Canonical name, when this is the second copy of a tied parameter on another stage; its
+            gradient is summed with that copy's as well.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    trainable: bool
+    stage: int
+    pp_rank: int
+    unit: str
+    placements: Mapping[str, str]
+    partial_over: tuple[str, ...]
+    tied_to: str | None
+
+
+def declare(
+    model: nn.Module, blueprint: Blueprint, *, degrees: Degrees, plan: Plan, fsdp: FSDP
+) -> list[ParameterDeclaration]:
+    """Declare every parameter of ``model``, in model order. Works on the meta device; no ranks.
+
+    Args:
+        model: The whole model.
+        blueprint: How it is cut.
+        degrees: Size of every axis.
+        plan: The resolved plan.
+        fsdp: How parameters are grouped into units.
+    """
+    owners = stage_of_parameters(model, blueprint, plan)
+    aliases = find_tied(model)
+    units = _unit_of_names(model, blueprint, owners, fsdp)
+    placements = {str(axis): "shard(0)" for axis in (Axis.DP_SHARD, Axis.CP)}
+    placements |= {str(Axis.PP): "stage", str(Axis.DP_REPLICATE): "replicate"}
+    declared = []
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        canonical = aliases.get(name)
+        if canonical is not None and owners[canonical] == owners[name]:
+            continue  # one Parameter under two names, declared under the first
+        declared.append(
+            ParameterDeclaration(
+                name=name,
+                shape=tuple(parameter.shape),
+                trainable=parameter.requires_grad,
+                stage=owners[name],
+                pp_rank=rank_of_stage(plan.kind, plan.pp, owners[name]),
+                unit=next((u for p, u in units if _inside(name, p)), ROOT_UNIT),
+                placements={a: p for a, p in placements.items() if degrees.degree(a) > 1},
+                partial_over=tuple(str(a) for a in TOKEN_AXES if degrees.degree(a) > 1),
+                tied_to=canonical,
+            )
+        )
+    return declared
+
+
+def _unit_of_names(
+    model: nn.Module, blueprint: Blueprint, owners: Mapping[str, int], fsdp: FSDP
+) -> list[tuple[str, str]]:
+    """Return (module name, unit name) of every unit on every stage."""
+    names = [name for name, _ in model.named_modules() if name]
+    found = []
+    for stage in sorted(set(owners.values())):
+        here = [n for n in names if any(_inside(p, n) and owners[p] == stage for p in owners)]
+        layers = [n for n in here if _is_layer(n, blueprint.layers_name)]
+        for unit in plan_units(fsdp.wrap, layers, _whole(here, owners, stage)):
+            found += [(name, "+".join(unit)) for name in unit]
+    return found
+
+
+def _whole(names: Sequence[str], owners: Mapping[str, int], stage: int) -> list[str]:
+    """Leave out containers that reach over several stages."""
+    return [n for n in names if all(owners[p] == stage for p in owners if _inside(p, n))]
+
+
+def _is_layer(name: str, layers_name: str) -> bool:
+    return name.startswith(f"{layers_name}.") and name.removeprefix(f"{layers_name}.").isdigit()
+
+
+def _inside(parameter: str, module: str) -> bool:
+    return parameter.startswith(f"{module}.")

@@ -1,0 +1,140 @@
+"""Turns a config into the objects of a run, the same ones for the reference and for every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from paralign.blueprint import Blueprint
+from paralign.config.model_choice import build_model
+from paralign.config.run import OptimizerSection, RunConfig
+from paralign.parallel.data import FSDP, Precision
+from paralign.parallel.pipeline import Pipeline
+from paralign.parallelize import Context, InitRule
+from paralign.randomness import Init, fill_
+from paralign.train.data import TokenSource
+
+
+@dataclass(frozen=True, kw_only=True)
+class Numerics:
+    """The dtypes of one run that ``align`` makes.
+
+    Attributes:
+        name: What the run is called: ``float64``, ``float32`` or ``bfloat16``.
+        master: Dtype of parameters, optimizer state and recorded gradients.
+        compute: Dtype of forward and backward.
+        reduce: Dtype in which gradients are accumulated over micro-batches and reduced over ranks.
+    """
+
+    name: str
+    master: torch.dtype
+    compute: torch.dtype
+    reduce: torch.dtype
+
+    @property
+    def precision(self) -> Precision:
+        """The same, as ``parallelize`` takes it: None where nothing is cast."""
+        if self.compute == self.master == self.reduce:
+            return Precision()
+        return Precision(compute=self.compute, reduce=self.reduce)
+
+
+def numerics(name: str, config: RunConfig) -> Numerics:
+    """Return the dtypes of a run in ``name``: all alike, but for bfloat16, which keeps fp32 weights."""
+    if name != "bfloat16":
+        dtype = getattr(torch, name)
+        return Numerics(name=name, master=dtype, compute=dtype, reduce=dtype)
+    is_low = config.precision.reduce == "bfloat16"
+    reduce = torch.bfloat16 if is_low else torch.float32
+    return Numerics(name=name, master=torch.float32, compute=torch.bfloat16, reduce=reduce)
+
+
+def build_pieces(config: RunConfig, dtype: torch.dtype) -> tuple[nn.Module, Blueprint]:
+    """Build the model and its blueprint.
+
+    A model of paralign's is built on the meta device: its weights come from :func:`init_rule`. A user's
+    own is built for real, from the config's seed, because its buffers would be lost otherwise.
+    """
+    if config.model.name is None:
+        torch.manual_seed(config.align.seed)
+        model, blueprint = build_model(config.model)
+    else:
+        with torch.device("meta"):
+            model, blueprint = build_model(config.model)
+    return model.to(dtype), blueprint
+
+
+def init_rule(config: RunConfig, blueprint: Blueprint) -> InitRule:
+    """Return the blueprint's initial values, with noise on whatever would start constant."""
+    jitter = config.align.jitter
+
+    def rule(name: str, shape: tuple[int, ...]) -> Init:
+        init = blueprint.init(name, shape)
+        is_constant = init.kind == "constant" and jitter > 0
+        return Init.normal(mean=init.mean, std=jitter) if is_constant else init
+
+    return rule
+
+
+def initialise_whole(model: nn.Module, rule: InitRule, *, seed: int) -> nn.Module:
+    """Give a whole model on the meta device, or a real one, the initial values that shards would get."""
+    if any(parameter.is_meta for parameter in model.parameters()):
+        model.to_empty(device="cpu")
+    for name, parameter in model.named_parameters():
+        shape = tuple(parameter.shape)
+        fill_(
+            parameter.detach(),
+            rule(name, shape),
+            seed=seed,
+            name=name,
+            global_shape=shape,
+            offsets=(0,) * len(shape),
+        )
+    return model
+
+
+def build_optimizer(
+    section: OptimizerSection, parameters: Iterable[nn.Parameter]
+) -> torch.optim.Optimizer:
+    """Build the optimizer over parameters or their shards."""
+    chosen = list(parameters)
+    if section.name == "sgd":
+        return torch.optim.SGD(
+            chosen, lr=section.lr, momentum=section.momentum, weight_decay=section.weight_decay
+        )
+    return torch.optim.AdamW(
+        chosen,
+        lr=section.lr,
+        betas=section.betas,
+        eps=section.eps,
+        weight_decay=section.weight_decay,
+    )
+
+
+def build_data(config: RunConfig) -> TokenSource:
+    """Build the source of global batches."""
+    return TokenSource(
+        config.data.source,
+        global_batch=config.batch.global_batch,
+        seq_len=config.batch.seq_len,
+        seed=config.align.seed,
+        padding=config.data.padding,
+    )
+
+
+def build_plans(config: RunConfig) -> tuple[Pipeline, FSDP, Context]:
+    """Return the three plans of ``parallelize``."""
+    pipeline = Pipeline(
+        schedule=config.pipeline.schedule,
+        num_microbatches=config.pipeline.num_microbatches,
+        stages_per_rank=config.pipeline.stages_per_rank,
+        layers_per_stage=config.pipeline.layers_per_stage,
+    )
+    fsdp = FSDP(wrap=config.fsdp.wrap, reshard_after_forward=config.fsdp.reshard)
+    context = Context(
+        ulysses_degree=config.context.ulysses_degree, load_balance=config.context.load_balance
+    )
+    return pipeline, fsdp, context

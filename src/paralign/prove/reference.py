@@ -1,0 +1,124 @@
+"""The run that everything is compared with: one device, the model's own ``forward``, plain torch.
+
+Nothing parallel is imported here. The whole global batch goes through in chunks of rows, each weighted
+by the global number of valid tokens, so that memory is that of a micro-batch.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from paralign.blueprint import Blueprint
+from paralign.config.run import RunConfig
+from paralign.loss import count_valid_tokens, token_cross_entropy_sum
+from paralign.models.compose import check_composition
+from paralign.prove.build import (
+    Numerics,
+    build_data,
+    build_pieces,
+    init_rule,
+    initialise_whole,
+)
+from paralign.prove.steps import Run, record_steps
+
+
+def run_reference(
+    config: RunConfig, precision: Numerics, trace: Path, *, alone: bool = False
+) -> None:
+    """Train ``config.align.steps`` steps on one device and record them into ``trace``.
+
+    Args:
+        config: The run; its mesh only decides how many rows go through at once.
+        precision: Dtypes of the run.
+        trace: Folder of the trace.
+        alone: This process belongs to a process group that takes no part.
+
+    Raises:
+        ConfigError: The blueprint does not compose to the model.
+    """
+    model, blueprint = build_pieces(config, precision.master)
+    initialise_whole(model, init_rule(config, blueprint), seed=config.align.seed)
+    some_rows = build_data(config).global_batch(0)
+    check_composition(model, blueprint, _with_positions(some_rows, rows=slice(0, 2)))
+    step = ReferenceStep(model, blueprint, precision, num_rows=_rows_per_chunk(config))
+
+    def clip(largest: float) -> Tensor:
+        return torch.nn.utils.clip_grad_norm_(model.parameters(), largest)
+
+    run = Run(
+        modules=[model], parameters=list(model.parameters()), step=step, clip=clip, alone=alone
+    )
+    record_steps(config, precision, run, trace, f"{precision.name} reference")
+
+
+class ReferenceStep:
+    """Forward and backward of a whole batch on one device, in chunks of rows.
+
+    With ``compute`` below ``master``, each chunk runs through a copy of the model in the compute dtype and
+    its gradients are added in the reduce dtype to the master weights', which is the arithmetic that
+    sharded mixed precision stands for.
+    """
+
+    def __init__(
+        self, model: nn.Module, blueprint: Blueprint, precision: Numerics, *, num_rows: int
+    ) -> None:
+        self._model = model
+        self._blueprint = blueprint
+        self._precision = precision
+        self._num_rows = num_rows
+        is_mixed = precision.compute != precision.master
+        self._working = copy.deepcopy(model).to(precision.compute) if is_mixed else model
+
+    def __call__(self, global_batch: Mapping[str, Tensor]) -> tuple[Tensor, int]:
+        """Add the gradients of the global loss to ``.grad``.
+
+        Returns:
+            The loss and the number of valid tokens of the batch.
+        """
+        batch = _with_positions(global_batch)
+        num_tokens = int(count_valid_tokens(batch["labels"]))
+        if self._working is not self._model:
+            self._working.load_state_dict(self._model.state_dict())
+        total = torch.zeros((), dtype=torch.float64)
+        sums: dict[str, Tensor] = {}
+        for chunk in self._chunks(batch):
+            logits = self._blueprint.forward(self._working, chunk)
+            loss = token_cross_entropy_sum(logits, chunk["labels"]) / num_tokens
+            loss.backward()
+            total += loss.detach()
+            if self._working is not self._model:
+                self._take_gradients(sums)
+        if self._working is not self._model:
+            for name, parameter in self._model.named_parameters():
+                if name in sums:
+                    parameter.grad = sums[name].to(self._precision.master)
+        return total, num_tokens
+
+    def _take_gradients(self, sums: dict[str, Tensor]) -> None:
+        for name, parameter in self._working.named_parameters():
+            if parameter.grad is None:
+                continue
+            grad = parameter.grad.to(self._precision.reduce)
+            sums[name] = sums[name] + grad if name in sums else grad
+            parameter.grad = None
+
+    def _chunks(self, batch: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+        for start in range(0, batch["tokens"].shape[0], self._num_rows):
+            yield {name: tensor[start : start + self._num_rows] for name, tensor in batch.items()}
+
+
+def _rows_per_chunk(config: RunConfig) -> int:
+    """Return the rows of one micro-batch of one rank."""
+    share = config.mesh.degrees.dp * config.pipeline.num_microbatches
+    return max(1, config.batch.global_batch // share)
+
+
+def _with_positions(batch: Mapping[str, Tensor], rows: slice = slice(None)) -> dict[str, Tensor]:
+    num_rows, seq_len = batch["tokens"].shape
+    positions = torch.arange(seq_len).expand(num_rows, -1)
+    return {name: t[rows] for name, t in {**batch, "positions": positions}.items()}

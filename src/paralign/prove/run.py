@@ -1,0 +1,204 @@
+"""``paralign align``: makes the reference run and the parallel run, and has them judged."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from paralign.config.rules import plan_of
+from paralign.config.run import RunConfig
+from paralign.errors import ConfigError, ScheduleError
+from paralign.launch import World, current_world, join_world, run_ranks, start_fork_server
+from paralign.parallel.support import problems
+
+Say = Callable[[str], None]
+
+
+def align(
+    config: RunConfig,
+    *,
+    trace: str | Path | None = None,
+    timeout: float = 300.0,
+    progress: Say | None = None,
+) -> Any:
+    """Run ``config`` on one device and in parallel, and compare the two, tensor by tensor.
+
+    Starts local ranks, or uses the ranks that torchrun has started; then every rank calls it and gets
+    the same verdict.
+
+    Args:
+        config: The run.
+        trace: Folder to keep the traces in: ``reference``, ``parallel`` and, for dtypes below float64,
+            ``truth``. None: they are deleted.
+        timeout: Seconds without progress after which a run counts as hung.
+        progress: Told what is going on.
+
+    Returns:
+        A :class:`paralign.align.Report`.
+
+    Raises:
+        ScheduleError: The plan is refused in the dtype that is compared.
+        RankError: A rank raised, died or hung.
+    """
+    say = progress or (lambda text: None)
+    world = current_world()
+    if world is not None:
+        with join_world(
+            config.device, timeout=timeout, describe=config.mesh.degrees.describe_rank
+        ):
+            return _align_in_world(config, trace, world)
+    with _local_folder(trace) as folder:
+        return _align_locally(config, folder, timeout, say)
+
+
+def dtype_of(config: RunConfig) -> str:
+    """Return the dtype that is compared: float64 where the device has it."""
+    if config.align.dtype is not None:
+        return config.align.dtype
+    from paralign.launch.device import has_float64
+
+    return "float64" if has_float64(config.device) else "float32"
+
+
+def check_plan(config: RunConfig, dtype: str) -> None:
+    """Raise ``ScheduleError`` if the support table refuses the plan in the dtype that is compared."""
+    reduce = "float32" if dtype == "bfloat16" else dtype
+    plan = replace(plan_of(config), compute_dtype=dtype, reduce_dtype=reduce)
+    if refused := problems(plan):
+        raise ScheduleError.from_problems(f"the plan is refused in {dtype}", refused)
+
+
+def _align_locally(config: RunConfig, folder: Path, timeout: float, say: Say) -> Any:
+    # The fork server imports torch while this process does: on two cores that halves the wait.
+    start_fork_server()
+    from paralign.prove.build import numerics
+    from paralign.prove.parallel import run_parallel
+    from paralign.prove.reference import run_reference
+
+    dtype = dtype_of(config)
+    check_plan(config, dtype)
+    degrees = config.mesh.degrees
+    timings = {}
+
+    def run(function: Any, world_size: int, device: str, *args: Any) -> float:
+        began = time.perf_counter()
+        run_ranks(
+            function,
+            world_size,
+            config,
+            *args,
+            device=device,
+            timeout=timeout,
+            describe=degrees.describe_rank if world_size > 1 else partial(_name_alone, args[-1]),
+            on_event=lambda rank, text: say(str(text)),
+        )
+        return time.perf_counter() - began
+
+    for name, precision in _reference_runs(dtype):
+        say(f"{name} run on one device, {precision}")
+        device = "cpu"
+        timings[f"{name}_s"] = run(
+            run_reference, 1, device, numerics(precision, config), folder / name
+        )
+    say(f"parallel run on {degrees.world_size} ranks, {degrees}")
+    timings["parallel_s"] = run(
+        run_parallel,
+        degrees.world_size,
+        config.device,
+        numerics(dtype, config),
+        folder / "parallel",
+    )
+    say("comparing")
+    return _judge(config, folder, timings)
+
+
+def _align_in_world(config: RunConfig, trace: str | Path | None, world: World) -> Any:
+    import torch.distributed as dist
+
+    from paralign.prove.build import numerics
+    from paralign.prove.parallel import run_parallel
+    from paralign.prove.reference import run_reference
+
+    dtype = dtype_of(config)
+    check_plan(config, dtype)
+    timings: dict[str, float] = {}
+    verdict: list[Any] = [None]
+    with ExitStack() as stack:
+        folder = _shared_folder(trace, world, stack)
+        if world.rank == 0:
+            for name, precision in _reference_runs(dtype):
+                began = time.perf_counter()
+                run_reference(config, numerics(precision, config), folder / name, alone=True)
+                timings[f"{name}_s"] = time.perf_counter() - began
+        dist.barrier()
+        began = time.perf_counter()
+        run_parallel(config, numerics(dtype, config), folder / "parallel")
+        dist.barrier()
+        timings["parallel_s"] = time.perf_counter() - began
+        if world.rank == 0:
+            verdict = [_judge(config, folder, timings)]
+        dist.broadcast_object_list(verdict, src=0)
+    return verdict[0]
+
+
+def _judge(config: RunConfig, folder: Path, timings: dict[str, float]) -> Any:
+    from paralign.align import compare
+
+    truth = folder / "truth"
+    began = time.perf_counter()
+    report = compare(
+        folder / "reference", folder / "parallel", truth=truth if truth.exists() else None
+    )
+    timings["compare_s"] = time.perf_counter() - began
+    return replace(
+        report,
+        timings={**report.timings, **timings},
+        config=config.model_dump(mode="json"),
+        mesh=config.mesh.model_dump(mode="json"),
+    )
+
+
+def _reference_runs(dtype: str) -> list[tuple[str, str]]:
+    """Return (trace name, dtype) of the runs on one device: below float64, the truth as well."""
+    runs = [("reference", dtype)]
+    return runs if dtype == "float64" else [*runs, ("truth", "float64")]
+
+
+def _name_alone(trace: Path, rank: int) -> str:
+    return f"{trace.name} run"
+
+
+@contextmanager
+def _local_folder(trace: str | Path | None) -> Iterator[Path]:
+    if trace is None:
+        with tempfile.TemporaryDirectory(prefix="paralign-") as name:
+            yield Path(name)
+    else:
+        Path(trace).mkdir(parents=True, exist_ok=True)
+        yield Path(trace)
+
+
+def _shared_folder(trace: str | Path | None, world: World, stack: ExitStack) -> Path:
+    """Return a folder that every rank sees; rank 0 makes it."""
+    import torch.distributed as dist
+
+    chosen: list[str | None] = [None]
+    if world.rank == 0:
+        chosen = [str(stack.enter_context(_local_folder(trace)).absolute())]
+    dist.broadcast_object_list(chosen, src=0)
+    folder = Path(str(chosen[0]))
+    sees: list[bool] = [False] * world.world_size
+    dist.all_gather_object(sees, folder.is_dir())
+    if not all(sees):
+        blind = [str(rank) for rank, seen in enumerate(sees) if not seen]
+        raise ConfigError(
+            f"trace={str(folder)!r} on rank 0 is not a folder that ranks {', '.join(blind)} can see. Give "
+            "--trace a folder on a file system that all machines share."
+        )
+    return folder

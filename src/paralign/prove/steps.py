@@ -1,0 +1,89 @@
+"""The training loop that both runs share, recorded: same data, same optimizer, same order of calls."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paralign.align import record
+from paralign.config.run import RunConfig
+from paralign.launch import report_event
+from paralign.prove.build import Numerics, build_data, build_optimizer
+
+RECORDED = ("loss", "norm", "params", "grads", "optimizer")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What the loop needs of a run.
+
+    Attributes:
+        modules: Modules with global parameter names.
+        parameters: What the optimizer moves.
+        step: Global batch -> loss and number of valid tokens; adds gradients to ``.grad``.
+        clip: Largest norm -> norm before clipping; scales the gradients.
+        mesh: The mesh, where there is one.
+        names: Name of a tied copy -> its canonical name.
+        alone: This process runs by itself although it belongs to a process group.
+        speaks: Whether this process reports progress.
+    """
+
+    modules: Sequence[nn.Module]
+    parameters: Sequence[nn.Parameter]
+    step: Callable[[Mapping[str, Tensor]], tuple[Tensor, int]]
+    clip: Callable[[float], Tensor]
+    mesh: Any = None
+    names: Mapping[str, str] = field(default_factory=dict)
+    alone: bool = False
+    speaks: bool = True
+
+
+def record_steps(config: RunConfig, precision: Numerics, run: Run, trace: Path, label: str) -> None:
+    """Train ``config.align.steps`` steps and record them into ``trace``."""
+    data = build_data(config)
+    optimizer = build_optimizer(config.optimizer, run.parameters)
+    clip = float("inf") if config.optimizer.clip is None else config.optimizer.clip
+    with record(
+        trace,
+        run.modules,
+        mesh=run.mesh,
+        optimizer=optimizer,
+        steps=config.align.steps,
+        what=RECORDED,
+        names=dict(run.names),
+        facts=_facts(config, precision),
+        alone=run.alone,
+    ) as recorder:
+        for number in range(config.align.steps):
+            loss, num_tokens = run.step(data.global_batch(number))
+            recorder.loss(loss, tokens=num_tokens, reduction="mean", scope="global")
+            recorder.gradients()
+            recorder.norm(run.clip(clip))
+            optimizer.step()
+            optimizer.zero_grad()
+            if run.speaks:
+                report_event(f"{label}: step {number + 1} of {config.align.steps}")
+
+
+def _facts(config: RunConfig, precision: Numerics) -> dict[str, Any]:
+    """Return what must be the same in both runs."""
+    return {
+        "compute_dtype": _name(precision.compute),
+        "master_dtype": _name(precision.master),
+        "reduce_dtype": _name(precision.reduce),
+        "global_batch": config.batch.global_batch,
+        "seq_len": config.batch.seq_len,
+        "optimizer": config.optimizer.model_dump(mode="json"),
+        "clip": config.optimizer.clip,
+        "seed": config.align.seed,
+        "data": config.data.model_dump(mode="json"),
+    }
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
