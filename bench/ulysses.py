@@ -3,10 +3,10 @@
     python bench/ulysses.py [--rounds 9] [--mode ulysses|gather|balanced] [--check]
 
 Causal attention forward and backward on [1, 8, 2048, 64] in fp32, one thread for each process. Both
-sides are measured in one run, in turn: in every round rank 0 first does all of it alone while rank 1
-waits, then both do it together, each fed half of the sequence. The efficiency of a round is
-T1 / (2 * T2); 100 % means that communication and copies cost nothing. ``--check`` exits with 1 if the
-median is below the target.
+sides are measured in one run, in turn: in every round rank 0 first does all of it alone while rank
+1 waits, then both do it together, each fed half of the sequence. The efficiency of a round is
+T1 / (2 * T2); 100 % means that communication and copies cost nothing. ``--check`` exits with 1 if
+the median is below the target.
 """
 
 from __future__ import annotations
@@ -42,9 +42,7 @@ def measure(mode: str, rounds: int) -> list[tuple[float, float]]:
     mesh = init_device_mesh("cpu", (DEGREE,), mesh_dim_names=("cp",))
     generator = torch.Generator().manual_seed(0)
     whole = [torch.randn(SHAPE, generator=generator) for _ in range(4)]  # q, k, v, output gradient
-    positions = split_sequence_indices(
-        SHAPE[2], DEGREE, dist.get_rank(), load_balance=load_balance
-    )
+    positions = split_sequence_indices(SHAPE[2], DEGREE, dist.get_rank(), load_balance=load_balance)
     local = [x[:, :, positions].contiguous() for x in whole]
     alone = CausalAttention()
     style = ContextParallel(

@@ -123,8 +123,8 @@ def test_shapes_that_do_not_belong_together_are_refused():
     with pytest.raises(LayoutError) as error:
         token_cross_entropy_sum(logits, labels[:, :4])
     assert str(error.value) == (
-        "logits of shape (3, 8, 11) do not belong to labels of shape (3, 4): [B, S, V] and [B, S] are "
-        "needed. Give the same rows and the same slice of the sequence to both."
+        "logits of shape (3, 8, 11) do not belong to labels of shape (3, 4): [B, S, V] and [B, S] "
+        "are needed. Give the same rows and the same slice of the sequence to both."
     )
     with pytest.raises(LayoutError, match=r"logits of shape \(24, 11\)"):
         token_cross_entropy_sum(logits.flatten(0, 1), labels.flatten())

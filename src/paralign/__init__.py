@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from paralign.align.compare import compare as compare
     from paralign.align.record import record as record
+    from paralign.align.verdict import Report as Report
+    from paralign.blueprint import Batch as Batch
     from paralign.blueprint import Blueprint as Blueprint
     from paralign.config.load import load_config as load_config
     from paralign.config.run import RunConfig as RunConfig
@@ -25,12 +27,12 @@ if TYPE_CHECKING:
     from paralign.mesh import Degrees as Degrees
     from paralign.mesh import build_mesh as build_mesh
     from paralign.parallel.context import ContextParallel as ContextParallel
-    from paralign.parallel.support import FSDP as FSDP
-    from paralign.parallel.support import ContextPlan as ContextPlan
-    from paralign.parallel.support import Pipeline as Pipeline
-    from paralign.parallel.support import Precision as Precision
-    from paralign.parallelize import Program as Program
+    from paralign.parallel.data import FSDP as FSDP
+    from paralign.parallel.data import Precision as Precision
+    from paralign.parallel.pipeline import Pipeline as Pipeline
+    from paralign.parallelize import Context as Context
     from paralign.parallelize import parallelize as parallelize
+    from paralign.program import Program as Program
     from paralign.prove.run import align as align
     from paralign.randomness import Init as Init
 
@@ -38,18 +40,20 @@ __version__ = "0.1.0"
 
 _HOME = {
     "AlignError": "paralign.errors",
+    "Batch": "paralign.blueprint",
     "Blueprint": "paralign.blueprint",
     "ConfigError": "paralign.errors",
+    "Context": "paralign.parallelize",
     "ContextParallel": "paralign.parallel.context",
-    "ContextPlan": "paralign.parallel.support",
     "Degrees": "paralign.mesh",
-    "FSDP": "paralign.parallel.support",
+    "FSDP": "paralign.parallel.data",
     "Init": "paralign.randomness",
     "ParalignError": "paralign.errors",
-    "Pipeline": "paralign.parallel.support",
-    "Precision": "paralign.parallel.support",
-    "Program": "paralign.parallelize",
+    "Pipeline": "paralign.parallel.pipeline",
+    "Precision": "paralign.parallel.data",
+    "Program": "paralign.program",
     "RankError": "paralign.errors",
+    "Report": "paralign.align.verdict",
     "RunConfig": "paralign.config.run",
     "align": "paralign.prove.run",
     "build_mesh": "paralign.mesh",

@@ -22,7 +22,8 @@ from paralign.loss import IGNORE_INDEX, count_valid_tokens, shift_labels
 from paralign.mesh import Degrees
 from paralign.parallel.context import split_sequence_indices
 
-# Fingerprints fit into 20 bits, so that sums of their squares over a million ranks are exact in float64.
+# Fingerprints fit into 20 bits, so that sums of their squares over a million ranks are exact in
+# float64.
 _FINGERPRINT_BITS = 20
 
 
@@ -56,8 +57,9 @@ def shard_batch(
     """Cut this rank's share out of a global batch.
 
     Shapes:
-        global_batch: ``tokens`` ``[B, S]`` integers, and optionally ``labels`` ``[B, S]``, already shifted:
-            ``labels[:, t]`` is what ``tokens[:, t]`` should predict, -100 where nothing is. Without
+        global_batch: ``tokens`` ``[B, S]`` integers, and optionally ``labels`` ``[B, S]``, already
+            shifted: ``labels[:, t]`` is what ``tokens[:, t]`` should predict, -100 where nothing
+                is. Without
             labels they are the next tokens.
         returns: tensors ``[B / dp, S / cp]``.
 
@@ -98,7 +100,8 @@ def sequence_positions(seq_len: int, cp: int, load_balance: bool) -> list[Tensor
     everything = torch.cat(slices).sort().values
     if not torch.equal(everything, torch.arange(seq_len)):
         raise DataError(
-            f"the slices of seq_len={seq_len} over axis 'cp' ({cp} ranks) do not cover every position "
+            f"the slices of seq_len={seq_len} over axis 'cp' ({cp} ranks) do not cover every "
+            "position "
             "exactly once. Use a seq_len that divides."
         )
     return slices
@@ -111,7 +114,8 @@ def _check(
     if tokens is None or tokens.dim() != 2:
         shape = None if tokens is None else tuple(tokens.shape)
         raise DataError(
-            f"tokens has shape {shape}; a global batch needs tokens [rows, sequence]. Pass the same "
+            f"tokens has shape {shape}; a global batch needs tokens [rows, sequence]. Pass the "
+            "same "
             "global batch on every rank: program.shard cuts it."
         )
     tokens = tokens.long()
@@ -124,20 +128,25 @@ def _check(
         problems.append(
             f"labels {tuple(labels.shape)} and tokens {tuple(tokens.shape)} must have one shape"
         )
-    elif bool(((labels == tokens) | (labels == IGNORE_INDEX)).all()) and tokens.unique().numel() > 1:
+    elif (
+        bool(((labels == tokens) | (labels == IGNORE_INDEX)).all()) and tokens.unique().numel() > 1
+    ):
         problems.append(
-            "labels equal the tokens at the same positions: they are not shifted. Leave labels out, "
+            "labels equal the tokens at the same positions: they are not shifted. Leave labels "
+            "out, "
             "or shift them before the batch is cut"
         )
     rows, seq_len = tokens.shape
     if rows % (degrees.dp * num_microbatches) or not rows:
         problems.append(
             f"{rows} rows do not divide over axis 'dp' ({degrees.dp} ranks) times "
-            f"num_microbatches={num_microbatches}. Use a multiple of {degrees.dp * num_microbatches}"
+            f"num_microbatches={num_microbatches}. Use a multiple of "
+            f"{degrees.dp * num_microbatches}"
         )
     if seq_len % degrees.cp or not seq_len:
         problems.append(
-            f"seq_len={seq_len} does not divide over axis 'cp' ({degrees.cp} ranks). Pad the sequence "
+            f"seq_len={seq_len} does not divide over axis 'cp' ({degrees.cp} ranks). Pad the "
+            "sequence "
             f"to a multiple of {degrees.cp}, with labels {IGNORE_INDEX}"
         )
     if not problems and int(count_valid_tokens(labels)) == 0:
@@ -150,7 +159,9 @@ def _check(
 def _fingerprint(tokens: Tensor, labels: Tensor) -> int:
     """Hash tokens and labels with their positions, in wrapping 64-bit arithmetic."""
     flat = torch.cat([tokens.flatten(), labels.flatten()]).cpu()
-    keys = torch.arange(1, flat.numel() + 1) * -7046029254386353131  # an odd constant near 2**64 / phi
+    keys = (
+        torch.arange(1, flat.numel() + 1) * -7046029254386353131
+    )  # an odd constant near 2**64 / phi
     mixed = (flat + keys) * 6364136223846793005
     mixed = mixed ^ (mixed >> 29)
     return int(mixed.sum()) % (1 << _FINGERPRINT_BITS)

@@ -4,10 +4,12 @@ A model stays a plain ``nn.Module`` that knows nothing of meshes. Its blueprint 
 says how data flows through them::
 
     first stage                     every stage                    last stage
-    prologue(pieces, batch, ctx)    layer(module, x, ctx)  x n     epilogue(pieces, x, ctx) -> logits
+    prologue(pieces, batch, ctx)    layer(module, x, ctx)  x n     epilogue(pieces, x, ctx) ->
+    logits
 
-``context`` (positions, rotary tables, masks) is computed from the batch on every stage and never sent
-between stages. A stage composes these pieces, so a user's own ``forward`` is never cut by name.
+``context`` (positions, rotary tables, masks) is computed from the batch on every stage and never
+sent between stages. A stage composes these pieces, so a user's own ``forward`` is never cut by
+name.
 """
 
 from __future__ import annotations
@@ -30,8 +32,8 @@ Batch = Mapping[str, Tensor]
 class Blueprint(ABC):
     """Describe one model family to paralign. Subclass it next to the model.
 
-    Every name is a fully qualified name inside the model. Pieces must not overlap and must cover every
-    parameter. A model may share one parameter between two pieces (tied embedding and head).
+    Every name is a fully qualified name inside the model. Pieces must not overlap and must cover
+    every parameter. A model may share one parameter between two pieces (tied embedding and head).
     """
 
     prologue_names: tuple[str, ...] = ("embedding",)
@@ -51,14 +53,14 @@ class Blueprint(ABC):
         """Compute what every layer needs besides ``x``; owns no parameter.
 
         Args:
-            batch: This rank's micro-batch: ``tokens`` and ``positions``, each ``[B, S_local]``. Positions
-                are global and need not be contiguous.
+            batch: This rank's micro-batch: ``tokens`` and ``positions``, each ``[B, S_local]``.
+                Positions are global and need not be contiguous.
             seq_len: Global sequence length, for masks that must be global ``[S, S]``.
         """
 
     @abstractmethod
     def prologue(self, pieces: nn.Module, batch: Batch, context: Any) -> Tensor:
-        """Turn tokens into the first layer's input. ``pieces`` has ``prologue_names`` as attributes."""
+        """Turn tokens into the first layer's input; ``pieces`` has the prologue as attributes."""
 
     @abstractmethod
     def layer(self, layer: nn.Module, x: Tensor, context: Any) -> Tensor:
@@ -77,8 +79,8 @@ class Blueprint(ABC):
         """Name the attention core inside a layer, and its tensor layout, for context parallel.
 
         Returns:
-            Module name relative to a layer -> an unconfigured ``ContextParallel(layout=...)``. Empty: the
-            model cannot run with cp > 1.
+            Module name relative to a layer -> an unconfigured ``ContextParallel(layout=...)``.
+            Empty: the model cannot run with cp > 1.
         """
         return {}
 

@@ -1,4 +1,4 @@
-"""What a plan does to every parameter: who holds it, in which unit, and what its gradient is a sum of.
+"""What a plan does to every parameter: who holds it, and what its gradient is a sum of.
 
 Declared before any rank starts, printed by ``paralign check``, and asserted against the tensors and
 collectives of real runs by the tests.
@@ -19,7 +19,8 @@ from paralign.parallel.support import Plan
 from paralign.parallel.tied import find_tied
 from paralign.parallelize import stage_of_parameters
 
-# Every token is on exactly one rank of these axes, so a gradient there is a partial sum over them all.
+# Every token is on exactly one rank of these axes, so a gradient there is a partial sum over them
+# all.
 TOKEN_AXES = (Axis.DP_REPLICATE, Axis.DP_SHARD, Axis.CP)
 
 
@@ -35,10 +36,10 @@ class ParameterDeclaration:
         pp_rank: Pipeline rank that runs the stage.
         unit: Modules gathered and reduced with it; empty: the stage's root.
         placements: Axis -> ``"shard(0)"``, ``"replicate"`` or ``"stage"``, for axes above size 1.
-        partial_over: Axes over which the gradient of a rank's tokens is a partial sum, and over which it
-            is summed exactly once a step.
-        tied_to: Canonical name, when this is the second copy of a tied parameter on another stage; its
-            gradient is summed with that copy's as well.
+        partial_over: Axes over which the gradient of a rank's tokens is a partial sum, and over
+            which it is summed exactly once a step.
+        tied_to: Canonical name, when this is the second copy of a tied parameter on another stage;
+            its gradient is summed with that copy's as well.
     """
 
     name: str

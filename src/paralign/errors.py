@@ -11,8 +11,8 @@
     `-- RankError (RuntimeError)      exit 3: a rank raised, died or hung
         `-- RankTimeout
 
-A message names the value, the rule it breaks, the axis and its size, and the fix. All problems of one
-input are reported together: see :meth:`ConfigError.from_problems`.
+A message names the value, the rule it breaks, the axis and its size, and the fix. All problems of
+one input are reported together: see :meth:`ConfigError.from_problems`.
 """
 
 from __future__ import annotations

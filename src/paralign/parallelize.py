@@ -1,10 +1,13 @@
 """Applies the mesh axes to a model in the one legal order, and owns every scale factor.
 
-The order is: pipeline split -> context parallel -> FSDP -> pipeline runtime. Later axes see the modules
-that earlier ones left, and nothing else works: FSDP must shard the parameters of a finished stage, and
+The order is: pipeline split -> context parallel -> FSDP -> pipeline runtime. Later axes see the
+    modules
+that earlier ones left, and nothing else works: FSDP must shard the parameters of a finished stage,
+    and
 context parallelism must wrap the attention core before FSDP hooks the layer around it.
 
-There is one scale factor in the whole project: token losses are divided by the number of valid tokens of
+There is one scale factor in the whole project: token losses are divided by the number of valid
+    tokens of
 the global batch before the backward pass. Everything after that is a sum.
 """
 
@@ -47,8 +50,8 @@ class Context:
     """How attention is spread over the cp axis.
 
     Attributes:
-        ulysses_degree: None: the whole axis trades sequence for heads; 1: keys and values are gathered;
-            in between: both.
+        ulysses_degree: None: the whole axis trades sequence for heads; 1: keys and values are
+            gathered; in between: both.
         load_balance: Give each rank one early and one late chunk of the sequence; gather only.
     """
 
@@ -73,9 +76,9 @@ def parallelize(
     Collective: every rank of ``mesh`` calls it with an equal model.
 
     Args:
-        model: The whole model; its modules are taken over. On the meta device it is initialised here,
-            each rank its own shards only, from ``(seed, parameter name, element index)``. With real
-            weights, the same on every rank, those are kept.
+        model: The whole model; its modules are taken over. On the meta device it is initialised
+            here, each rank its own shards only, from ``(seed, parameter name, element index)``.
+            With real weights, the same on every rank, those are kept.
         mesh: What :func:`paralign.build_mesh` returned.
         blueprint: How the model is cut into pieces.
         pipeline: Schedule and micro-batches; default one stage a rank, 1F1B.
@@ -100,7 +103,9 @@ def parallelize(
     fsdp = fsdp or FSDP()
     precision = precision or Precision()
     context = context or Context()
-    plan = resolve_plan(model, degrees, blueprint, pipeline=pipeline, fsdp=fsdp, precision=precision)
+    plan = resolve_plan(
+        model, degrees, blueprint, pipeline=pipeline, fsdp=fsdp, precision=precision
+    )
     check_units(fsdp.wrap, [name for name, _ in model.named_modules() if name])
 
     tensors = [*model.parameters(), *model.buffers()]
@@ -108,7 +113,8 @@ def parallelize(
     device = _device(mesh)
     if is_meta and any(True for _ in model.buffers()):
         raise ConfigError(
-            "the model is on the meta device and has buffers, whose values would be lost. Build it on a "
+            "the model is on the meta device and has buffers, whose values would be lost. Build "
+            "it on a "
             "real device, or compute them in the blueprint's context."
         )
     if not is_meta:
@@ -232,14 +238,13 @@ def _split(
     return stages, pairs
 
 
-def _apply_context(
-    stage: Stage, mesh: DeviceMesh, blueprint: Blueprint, context: Context
-) -> None:
+def _apply_context(stage: Stage, mesh: DeviceMesh, blueprint: Blueprint, context: Context) -> None:
     cores = blueprint.attention()
     cp_mesh = mesh[str(Axis.CP)]
     if not cores and cp_mesh.size() > 1:
         raise ConfigError(
-            f"the blueprint names no attention core, and axis 'cp' has {cp_mesh.size()} ranks. Return "
+            f"the blueprint names no attention core, and axis 'cp' has {cp_mesh.size()} ranks. "
+            "Return "
             "it from Blueprint.attention(), or use cp=1."
         )
     for layer_name in stage.layer_names:
@@ -252,9 +257,7 @@ def _apply_context(
             ).apply(core, cp_mesh)
 
 
-def _initialise(
-    stage: Stage, init: InitRule, *, seed: int, aliases: dict[str, str]
-) -> None:
+def _initialise(stage: Stage, init: InitRule, *, seed: int, aliases: dict[str, str]) -> None:
     """Fill each local shard with its part of the global initial values."""
     for name, parameter in stage.named_parameters():
         canonical = aliases.get(name, name)
@@ -295,7 +298,8 @@ def _check_same_weights(model: nn.Module, degrees: Degrees) -> None:
             first = int((theirs != everyone[0]).nonzero()[0])
             raise ConfigError(
                 f"the initial weights differ between ranks: {named[first][0]} on "
-                f"{degrees.describe_rank(rank)} is not what it is on {degrees.describe_rank(0)}. Build the "
+                f"{degrees.describe_rank(rank)} is not what it is on {degrees.describe_rank(0)}. "
+                "Build the "
                 "model from one seed on every rank, or on the meta device."
             )
 
@@ -311,7 +315,9 @@ def _bits(parameter: Tensor) -> Tensor:
 def _device(mesh: DeviceMesh) -> torch.device:
     if mesh.device_type == "cpu":
         return torch.device("cpu")
-    return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
+    return torch.device(
+        mesh.device_type, torch.get_device_module(mesh.device_type).current_device()
+    )
 
 
 def _dtype_name(dtype: torch.dtype) -> str:

@@ -23,8 +23,8 @@ from paralign.parallel.tied import TiedPair, sum_pair, take_gradients
 class Program:
     """This rank's part of a parallel training run.
 
-    Built by :func:`paralign.parallelize`. Every gradient is final after :meth:`step`: a sum over all
-    micro-batches and ranks, already divided by the number of valid tokens of the global batch.
+    Built by :func:`paralign.parallelize`. Every gradient is final after :meth:`step`: a sum over
+    all micro-batches and ranks, already divided by the number of valid tokens of the global batch.
     """
 
     def __init__(
@@ -74,12 +74,12 @@ class Program:
 
     @property
     def tied_aliases(self) -> dict[str, str]:
-        """Name of the second copy of a tied parameter -> its canonical name, for copies on two stages."""
+        """Second copy of a tied parameter that two stages hold -> its canonical name."""
         return dict(self._aliases)
 
     @property
     def num_reductions(self) -> dict[str, int]:
-        """Gradient reductions of every unit in the last step; stages are told apart by ``stage N:``."""
+        """Gradient reductions of every unit of every stage in the last step."""
         return dict(self._counter.counts)
 
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -91,14 +91,14 @@ class Program:
         yield from self._parameters.items()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return this rank's parameters as DTensors under global names; one entry for a tied pair."""
+        """Return this rank's parameters as DTensors by global name; one entry for a tied pair."""
         return {n: p.detach() for n, p in self._parameters.items() if n not in self._aliases}
 
     def shard(self, global_batch: Mapping[str, Tensor]) -> LocalBatch:
         """Cut this rank's rows and sequence slice out of the global batch.
 
-        Pass the same global batch on every rank. See :func:`paralign.batch.shard_batch` for shapes and
-        errors.
+        Pass the same global batch on every rank. See :func:`paralign.batch.shard_batch` for shapes
+        and errors.
         """
         local = shard_batch(
             global_batch,
@@ -116,13 +116,14 @@ class Program:
 
         Comm:
             What the pipeline, the units and the attention cores do (see ``parallel/``), then one
-            all-reduce of four numbers over the world. With a tied pair on two stages, one exchange of its
-            shard between them.
+            all-reduce of four numbers over the world. With a tied pair on two stages, one exchange
+            of its shard between them.
 
         Args:
             batch: What :meth:`shard` returned.
-            num_tokens: What token losses are divided by; None: the valid tokens of this global batch.
-                Pass the count over several batches to accumulate gradients over several calls.
+            num_tokens: What token losses are divided by; None: the valid tokens of this global
+                batch. Pass the count over several batches to accumulate gradients over several
+                calls.
 
         Returns:
             The loss of the global batch, a float64 scalar, equal on every rank.
@@ -133,7 +134,8 @@ class Program:
         """
         if not isinstance(batch, LocalBatch):
             raise DataError(
-                f"batch is a {type(batch).__name__}; step needs this rank's share of the global batch. "
+                f"batch is a {type(batch).__name__}; step needs this rank's share of the global "
+                "batch. "
                 "Use program.step(program.shard(global_batch))."
             )
         copies = [self._copies(pair) for pair in self._pairs]
@@ -192,7 +194,8 @@ class Program:
     def _check_reductions(self) -> None:
         """Two cheap checks that every step makes: no communication, no tensor is read."""
         problems = [
-            f"unit {unit or 'root'!r} reduced its gradients {count} times in one step instead of once"
+            f"unit {unit or 'root'!r} reduced its gradients {count} times in one step instead of "
+            "once"
             for unit, count in self._counter.counts.items()
             if count > 1
         ]
@@ -205,7 +208,9 @@ class Program:
                     "blueprint's unused_parameters"
                 )
         if problems:
-            title = f"[{self._degrees.describe_rank(self._mesh.get_rank())}] gradients are not final"
+            title = (
+                f"[{self._degrees.describe_rank(self._mesh.get_rank())}] gradients are not final"
+            )
             raise AlignError("\n  - ".join([f"{title}:", *problems]))
 
     def _global_loss(self, local_loss: Tensor | None, batch: LocalBatch) -> Tensor:
@@ -222,7 +227,8 @@ class Program:
             self._raise_different_batches(batch.fingerprint)
         if num_tokens != batch.num_global_tokens:
             raise DataError(
-                f"the ranks hold {int(num_tokens)} valid tokens of {batch.num_global_tokens} in the global "
+                f"the ranks hold {int(num_tokens)} valid tokens of {batch.num_global_tokens} in "
+                "the global "
                 "batch. Pass step what program.shard returned, unchanged."
             )
         return torch.tensor(loss, dtype=torch.float64)
@@ -235,6 +241,8 @@ class Program:
         common = max(set(prints), key=prints.count)
         odd = [self._degrees.describe_rank(r) for r, p in enumerate(prints) if p != common]
         raise DataError(
-            f"the ranks were given different global batches: {'; '.join(odd)} differ from the others. Read "
-            "the same global batch on every rank (one sampler seed, no rank offset); program.shard cuts it."
+            f"the ranks were given different global batches: {'; '.join(odd)} differ from the "
+            "others. Read "
+            "the same global batch on every rank (one sampler seed, no rank offset); "
+            "program.shard cuts it."
         )

@@ -14,7 +14,7 @@ from paralign.config.load import load_config, resolve_config
 from paralign.errors import ConfigError
 from tests.config.wrong_configs import GOOD, WRONG, Wrong
 
-# Runs `main` on every (file, options) of argv[1] and prints each status, then whether torch came in.
+# Runs `main` on each list of arguments in argv[1]; prints the statuses and whether torch came in.
 _MANY = """
 import json, sys
 from paralign.cli import main

@@ -5,14 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils.checkpoint import checkpoint
 
 from paralign.testing import run_on_ranks
-from tests.engine.toys import error_of
+from tests.engine.toys import build, count_collectives, error_of, pipe, wrap_blocks
 from tests.engine.traps import still_there
 
 pytestmark = pytest.mark.ranks
@@ -83,6 +85,39 @@ def test_forward_hooks_are_missing_from_a_recomputation():
         broken="after second" not in seen["recomputation"],
         cured=seen["forward"] == reentrant["forward"] == reentrant["recomputation"],
         seen=(seen, reentrant),
+    )
+
+
+def names_of_wrapped_parameters() -> list[list[str]]:
+    wrapped = nn.Sequential(checkpoint_wrapper(nn.Linear(2, 2)))
+    return [[name for name, _ in wrapped.named_parameters()], list(wrapped.state_dict())]
+
+
+def test_a_checkpoint_wrapper_renames_parameters():
+    parameters, state = names_of_wrapped_parameters()
+    still_there(
+        "a-checkpoint-wrapper-renames-parameters",
+        broken=parameters[0] == "0._checkpoint_wrapped_module.weight",
+        cured=state == ["0.weight", "0.bias"],
+        seen=(parameters, state),
+    )
+
+
+def communication_of_a_step() -> dict[str, str]:
+    debugged, profiled = (pipe(build(), "1F1B", wrap_blocks) for _ in range(2))
+    with CommDebugMode():
+        error = error_of(debugged.step)
+    counts = count_collectives(profiled.step)  # by torch.profiler
+    return {"CommDebugMode": error, "profiler": str(counts["c10d::_reduce_scatter_base_"])}
+
+
+def test_comm_debug_mode_raises_in_a_stage():
+    seen = run_on_ranks(communication_of_a_step, 2)[0]
+    still_there(
+        "commdebugmode-raises-inside-a-pipeline-stage",
+        broken="IndexError" in seen["CommDebugMode"],
+        cured=seen["profiler"] == "5",
+        seen=seen,
     )
 
 

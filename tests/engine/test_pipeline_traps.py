@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
 from paralign.testing import run_on_ranks
-from tests.engine.toys import build, gradient_errors, pipe, reference, wrap_blocks
+from tests.engine.toys import build, error_of, gradient_errors, pipe, reference, wrap_blocks
 from tests.engine.traps import EXACT, failure_of, still_there
 
 pytestmark = pytest.mark.ranks
@@ -77,6 +78,26 @@ def test_two_steps_divide_the_first_gradient_twice():
         "gradients-are-divided-by-the-number-of-micro-batches-every-time",
         broken=not seen["scale_grads"] <= EXACT,
         cured=seen["scale_grads=False"] <= EXACT,
+        seen=seen,
+    )
+
+
+def refused_micro_batches() -> dict[str, list[int]]:
+    seen: dict[str, list[int]] = {}
+    for name in ("GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B", "ZBVZeroBubble", "DualPipeV"):
+        build_one = partial(pipe, build(), name, pp=2)
+        seen[name] = [m for m in range(1, 8) if error_of(partial(build_one, num_microbatches=m))]
+    return seen
+
+
+def test_some_numbers_of_micro_batches_are_refused():
+    seen = run_on_ranks(refused_micro_batches, 2)[0]
+    still_there(
+        "some-numbers-of-micro-batches-are-refused",
+        broken=seen["1F1B"] == [1]
+        and seen["DualPipeV"] == [1, 2, 3]
+        and seen["Interleaved1F1B"] == [5, 7],
+        cured=seen["GPipe"] == seen["LoopedBFS"] == seen["ZBVZeroBubble"] == [],
         seen=seen,
     )
 

@@ -24,6 +24,7 @@ from tests.engine.toys import (
     error_of,
     pipe,
     reference,
+    whole_gradients,
     wrap_blocks,
     wrap_children,
 )
@@ -119,8 +120,7 @@ def error_of_bf16_accumulation(name: str) -> float:
     for schedule in (name, "Interleaved1F1B"):  # the same micro-batches, each with equal bits
         p = pipe(model, schedule, wrap, pp=2, static=False)
         p.step()
-        named = [pair for stage in p.stages for pair in stage.named_parameters()]
-        grads.append({n: q.grad.full_tensor().double() for n, q in named})
+        grads.append(whole_gradients(p.stages))
     ours, exact = grads
     return max(float((ours[n] - exact[n]).norm() / exact[n].norm()) for n in exact)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -194,7 +195,7 @@ def pipe(
         if wrap is not None:
             wrap(stage, mesh["dp"])
             sum_gradients(stage)
-        given = shapes(stage, rows) if static else {}
+        given: dict[str, Any] = shapes(stage, rows) if static else {}
         group = mesh["pp"].get_group()
         stages.append(stage)
         torch_stages.append(
@@ -221,21 +222,27 @@ def shapes(stage: Model, rows: int) -> dict[str, Tensor]:
     }
 
 
+def whole_gradients(modules: Sequence[nn.Module]) -> dict[str, Tensor]:
+    """Return the gathered fp64 gradient of every parameter that has one."""
+    named = [pair for module in modules for pair in module.named_parameters(remove_duplicate=False)]
+    grads = {name: p.grad for name, p in named if p.grad is not None}
+    return {
+        name: (grad.full_tensor() if isinstance(grad, DTensor) else grad).double()
+        for name, grad in grads.items()
+    }
+
+
 def gradient_errors(modules: Sequence[nn.Module], expected: dict[str, Tensor]) -> dict[str, float]:
     """Return the relative Frobenius error of every trainable parameter's gradient."""
-    result = {}
-    for module in modules:
-        for name, parameter in module.named_parameters(remove_duplicate=False):
-            if not parameter.requires_grad:
-                continue
-            grad = parameter.grad
-            if grad is None:
-                result[name] = float("inf")
-                continue
-            whole = grad.full_tensor() if isinstance(grad, DTensor) else grad
-            want = expected[name]
-            result[name] = float((whole.double() - want).norm() / want.norm())
-    return result
+    grads = whole_gradients(modules)
+    named = [pair for module in modules for pair in module.named_parameters(remove_duplicate=False)]
+    return {
+        name: float((grads[name] - expected[name]).norm() / expected[name].norm())
+        if name in grads
+        else math.inf
+        for name, p in named
+        if p.requires_grad
+    }
 
 
 def error_of(action: Callable[[], object]) -> str:

@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NoReturn
 
 from paralign.errors import AlignError, ConfigError, LayoutError
@@ -97,21 +99,20 @@ def act_on(guilty: int, action: str) -> str:
 
 
 def act(action: str) -> None:
-    actions: dict[str, Any] = {
-        "raise": lambda: raise_(ValueError("the model is on fire")),
-        "stubborn": lambda: raise_(StubbornError("cannot travel", 1)),
-        "sys.exit": lambda: sys.exit(3),
-        "os._exit": lambda: os._exit(4),
-        "os._exit(0)": lambda: os._exit(0),
-        "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
-        "segfault": lambda: ctypes.string_at(0),
+    actions: dict[str, Callable[[], object]] = {
+        "raise": partial(raise_, ValueError("the model is on fire")),
+        "stubborn": partial(raise_, StubbornError("cannot travel", 1)),
+        "config": partial(raise_, ConfigError("heads=3 must divide")),
+        "align": partial(raise_, AlignError("layer 2 is off")),
+        "guard": partial(raise_, GuardError("head_dim", 3)),
+        "sys.exit": partial(sys.exit, 3),
+        "os._exit": partial(os._exit, 4),
+        "os._exit(0)": partial(os._exit, 0),
+        "kill": partial(os.kill, os.getpid(), signal.SIGKILL),
+        "stop": partial(os.kill, os.getpid(), signal.SIGSTOP),
+        "segfault": partial(ctypes.string_at, 0),
         "abort": os.abort,
-        "config": lambda: raise_(ConfigError("heads=3 must divide")),
-        "align": lambda: raise_(AlignError("layer 2 is off")),
-        "guard": lambda: raise_(GuardError("head_dim", 3)),
-        "hang": lambda: time.sleep(600),
-        "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
-        "kill later": lambda: (time.sleep(0.2), os.kill(os.getpid(), signal.SIGKILL)),
+        "hang": partial(time.sleep, 60),
         "hide": hide,
     }
     actions[action]()
@@ -156,7 +157,7 @@ def report_progress(num_steps: int, seconds: float) -> int:
 
 def start_helper_process(guilty: int) -> None:
     """Start a child on every rank; then one rank raises."""
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     report_event(child.pid)
     barrier()
     if plain_rank() == guilty:
@@ -168,7 +169,7 @@ def report_pid_and_wait() -> None:
     report_event(os.getpid())
     barrier()
     if plain_rank() == 0:
-        time.sleep(600)
+        time.sleep(60)
     barrier()
 
 
@@ -180,7 +181,7 @@ def nested_world() -> None:
 
 def hang_on(guilty: int) -> int:
     if plain_rank() == guilty:
-        time.sleep(600)
+        time.sleep(60)
     return guilty
 
 
@@ -195,3 +196,7 @@ def report_explosive() -> None:
 def imported_before_fork(names: list[str]) -> list[bool]:
     """Ask the fork server's own state: what this rank imports itself comes later."""
     return [name in sys.modules for name in names]
+
+
+def parent_of_rank() -> int:
+    return os.getppid()

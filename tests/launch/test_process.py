@@ -50,7 +50,9 @@ def test_ranks_do_not_outlive_their_parent(how, tmp_path):
         assert still_running(family, seconds=5) == []
         stderr = parent.stderr.read()
     assert ("KeyboardInterrupt" in stderr) == (how is signal.SIGINT)
-    assert list(tmp_path.iterdir()) == []
+    # torch makes an empty cache folder while it is imported; what is ours must be gone.
+    left = [path.name for path in tmp_path.iterdir()]
+    assert [name for name in left if not name.startswith("torchinductor_")] == []
 
 
 def _children_of(pid: int) -> list[int]:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from paralign.errors import ConfigError
 from paralign.launch import run_ranks
 from paralign.launch.rank import MainModule, num_cores
 from tests.launch import rank_functions as on_rank
@@ -41,6 +42,16 @@ def test_each_rank_is_a_process_of_its_own():
     pids = {facts["pid"] for facts in _facts(3)}
     assert len(pids) == 3
     assert os.getpid() not in pids
+
+
+@pytest.mark.ranks
+def test_a_wrong_device_is_a_config_error_of_all_ranks():
+    with pytest.raises(ConfigError) as caught:
+        run_ranks(on_rank.plain_rank, 2, device="gpu")
+    assert str(caught.value) == (
+        "[rank 0] device='gpu' is not a device type. Use one of cpu, cuda, npu, xpu.\n"
+        "(the same on all 2 ranks)"
+    )
 
 
 def test_cores_are_those_this_process_may_use():

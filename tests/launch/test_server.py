@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -12,27 +13,29 @@ import pytest
 from paralign.errors import ConfigError
 from paralign.launch import run_ranks, start_fork_server
 from tests.launch import rank_functions as on_rank
+from tests.launch.processes import still_running
 
 ROOT = Path(__file__).parents[2]
 
-# paralign is found by sys.path alone, which a fork server does not use for its own imports.
-PRELOADED = f"""
+# found_here is found by sys.path alone, which a fork server does not use for its own imports.
+PRELOADED = """
 import sys
-sys.path[:0] = [{str(ROOT / "src")!r}, {str(ROOT)!r}]
+sys.path[:0] = sys.argv[1:]
 from paralign.launch import run_ranks, start_fork_server
 from tests.launch.rank_functions import imported_before_fork
 if __name__ == "__main__":
-    start_fork_server("colorsys")
-    names = ["torch.distributed.fsdp", "paralign.launch.preload", "colorsys", "wave"]
+    start_fork_server("found_here")
+    names = ["torch.distributed.fsdp", "paralign.launch.preload", "found_here", "wave"]
     print(run_ranks(imported_before_fork, 1, names))
 """
 
 
 @pytest.mark.ranks
-def test_the_fork_server_has_imported_what_ranks_need():
+def test_the_fork_server_has_imported_what_ranks_need(tmp_path):
+    (tmp_path / "found_here.py").write_text("")
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     done = subprocess.run(
-        [sys.executable, "-c", PRELOADED],
+        [sys.executable, "-c", PRELOADED, str(ROOT / "src"), str(ROOT), str(tmp_path)],
         capture_output=True,
         text=True,
         timeout=120,
@@ -40,6 +43,39 @@ def test_the_fork_server_has_imported_what_ranks_need():
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout == "[[True, True, True, False]]\n"
+
+
+BROKEN = """
+from paralign.launch import run_ranks, start_fork_server
+from tests.launch.rank_functions import plain_rank
+if __name__ == "__main__":
+    start_fork_server("broken_module")
+    run_ranks(plain_rank, 2)
+"""
+
+
+@pytest.mark.ranks
+def test_a_fork_server_that_ends_is_reported(tmp_path):
+    (tmp_path / "broken_module.py").write_text("raise RuntimeError('cannot be imported')\n")
+    path = os.pathsep.join(map(str, (ROOT / "src", ROOT, tmp_path)))
+    done = subprocess.run(
+        [sys.executable, "-c", BROKEN],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env=os.environ | {"PYTHONPATH": path},
+    )
+    assert "RankError: the ranks cannot be started: their fork server ended" in done.stderr
+    assert "RuntimeError: cannot be imported" in done.stderr
+
+
+@pytest.mark.ranks
+def test_a_fork_server_that_was_killed_is_started_again():
+    run_ranks(on_rank.plain_rank, 1)
+    (server,) = run_ranks(on_rank.parent_of_rank, 1)
+    os.kill(server, signal.SIGKILL)
+    assert still_running([server], seconds=5) == []
+    assert run_ranks(on_rank.plain_rank, 2) == [0, 1]
 
 
 @pytest.mark.ranks

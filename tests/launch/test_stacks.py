@@ -1,15 +1,15 @@
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
 import pytest
+import torch
 
 import paralign.launch
 from paralign.launch.stacks import Frame, describe_place, parse_main_thread
 
 LAUNCH = Path(paralign.launch.__file__).parent
-TORCH = Path(str(importlib.util.find_spec("torch").origin)).parent
+TORCH = Path(torch.__file__).parent
 
 DUMP = f"""Thread 0x00007f01 (most recent call first):
   File "/usr/lib/python3.11/multiprocessing/connection.py", line 930 in wait

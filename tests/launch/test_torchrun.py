@@ -71,7 +71,7 @@ def test_outside_torchrun_there_is_no_world(monkeypatch):
     _clear(monkeypatch)
     monkeypatch.setenv("WORLD_SIZE", "4")  # cluster images set it alone
     assert current_world() is None
-    with pytest.raises(ConfigError, match="there is no world to join: .*Start this program with"):
+    with pytest.raises(ConfigError, match=r"there is no world to join: .*Start this program with"):
         with join_world("cpu"):
             pass
 

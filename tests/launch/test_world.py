@@ -79,9 +79,9 @@ def test_a_script_without_a_main_guard_is_told_so(tmp_path):
     )
     stderr = _run_python(str(script), status=1).stderr
     assert (
-        "paralign.errors.ConfigError: [rank 0] cannot start ranks: this process is itself a rank. If "
-        'the call is at the top level of a script, put it under `if __name__ == "__main__":`, because '
-        "ranks import the script" in stderr
+        "paralign.errors.ConfigError: [rank 0] cannot start ranks: this process is itself a rank. "
+        "If the call is at the top level of a script, put it under "
+        '`if __name__ == "__main__":`, because ranks import the script' in stderr
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -43,12 +44,12 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return x / torch.sqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight
 
 
-def linear(x: Tensor, parameters: dict[str, Tensor], name: str) -> Tensor:
+def linear(x: Tensor, parameters: Mapping[str, Tensor], name: str) -> Tensor:
     out = torch.einsum("bsi,oi->bso", x, parameters[f"{name}.weight"])
     return out + parameters[f"{name}.bias"] if f"{name}.bias" in parameters else out
 
 
-def swiglu(x: Tensor, parameters: dict[str, Tensor], name: str) -> Tensor:
+def swiglu(x: Tensor, parameters: Mapping[str, Tensor], name: str) -> Tensor:
     gate, up = linear(x, parameters, f"{name}.gate"), linear(x, parameters, f"{name}.up")
     return linear(gate / (1 + torch.exp(-gate)) * up, parameters, f"{name}.down")
 

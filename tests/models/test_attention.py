@@ -12,7 +12,8 @@ from paralign.errors import LayoutError
 from paralign.models.attention import CausalAttention
 
 
-def qkv(heads=4, kv_heads=2, queries=6, keys=6, width=8, v_width=8) -> tuple[Tensor, Tensor, Tensor]:
+def qkv(heads=4, kv_heads=2, queries=6, v_width=8) -> tuple[Tensor, Tensor, Tensor]:
+    keys, width = 6, 8
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape: int) -> Tensor:
@@ -101,8 +102,8 @@ def test_is_causal_with_other_keys_than_queries_is_refused():
     with pytest.raises(LayoutError) as error:
         CausalAttention()(q, k, v)
     assert str(error.value) == (
-        "is_causal=True needs the same tokens on both sides, but there are 3 queries and 6 keys. Pass "
-        "is_causal=False and a mask of shape [3, 6]."
+        "is_causal=True needs the same tokens on both sides, but there are 3 queries and 6 keys. "
+        "Pass is_causal=False and a mask of shape [3, 6]."
     )
 
 
@@ -111,8 +112,9 @@ def test_heads_that_do_not_divide_are_refused():
     with pytest.raises(LayoutError) as error:
         CausalAttention()(q, k, v)
     assert str(error.value) == (
-        "4 query heads, 3 key heads and 3 value heads: keys and values need equally many heads, and a "
-        "divisor of the query heads. Shapes (BNSD): q (2, 4, 6, 8), k (2, 3, 6, 8), v (2, 3, 6, 8)."
+        "4 query heads, 3 key heads and 3 value heads: keys and values need equally many heads, "
+        "and a divisor of the query heads. Shapes (BNSD): q (2, 4, 6, 8), k (2, 3, 6, 8), "
+        "v (2, 3, 6, 8)."
     )
     with pytest.raises(LayoutError, match="4 query heads, 2 key heads and 1 value heads"):
         CausalAttention()(q, k[:, :2], v[:, :1])

@@ -1,5 +1,8 @@
 """A blueprint is held against the model's own forward, piece by piece."""
 
+# torch types a call of a module as Any.
+# mypy: disable-error-code="no-any-return"
+
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -40,6 +43,9 @@ class ToyLayer(nn.Module):
 
 
 class Toy(nn.Module):
+    base: Any
+    calls: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.base = nn.Module()
@@ -59,9 +65,9 @@ class Toy(nn.Module):
 
 
 class ToyBlueprint(Blueprint):
-    prologue_names = ("base.embedding",)
+    prologue_names: tuple[str, ...] = ("base.embedding",)
     layers_name = "base.layers"
-    epilogue_names = ("norm", "offset", "head")
+    epilogue_names: tuple[str, ...] = ("norm", "offset", "head")
 
     def context(self, batch: Mapping[str, Tensor], *, seq_len: int) -> Any:
         return 0.5
@@ -110,8 +116,8 @@ def test_a_wrong_prologue_is_named():
 
     text = message(toy(), Scaled())
     assert text.startswith(
-        "Scaled does not describe Toy: prologue gives base.layers.0 another input than forward does: "
-        "256 of 256 elements differ, by at most "
+        "Scaled does not describe Toy: prologue gives base.layers.0 another input than forward "
+        "does: 256 of 256 elements differ, by at most "
     )
 
 
@@ -122,8 +128,8 @@ def test_a_wrong_context_shows_at_the_first_layer_that_uses_it():
 
     text = message(toy(), OtherContext())
     assert text.startswith(
-        "OtherContext does not describe Toy: base.layers.0 differs from what it gives inside forward, on "
-        "the same input: "
+        "OtherContext does not describe Toy: base.layers.0 differs from what it gives inside "
+        "forward, on the same input: "
     )
     assert text.endswith("Compare what context and layer pass to it with what forward passes.")
 
@@ -159,8 +165,9 @@ def test_a_wrong_epilogue_is_named():
         def epilogue(self, pieces, x, context):
             return pieces.head(pieces.norm(x.transpose(1, 2)).transpose(1, 2))
 
-    assert "NoOffset does not describe Toy: epilogue gives other logits than forward does: " in message(
-        toy(), NoOffset()
+    assert (
+        "NoOffset does not describe Toy: epilogue gives other logits than forward does: "
+        in message(toy(), NoOffset())
     )
 
 
@@ -182,8 +189,8 @@ def test_other_shapes_and_dtypes_are_described():
             return super().epilogue(pieces, x, context).float()
 
     assert (
-        "torch.float64 of shape (2, 16, 256) in forward, torch.float64 of shape (16, 2, 256) in the "
-        "pieces"
+        "torch.float64 of shape (2, 16, 256) in forward, torch.float64 of shape (16, 2, 256) in "
+        "the pieces"
     ) in message(toy(), Transposed())
     assert "torch.float32 of shape (2, 16, 256) in the pieces" in message(toy(), Rounded())
 
@@ -204,8 +211,8 @@ def test_an_error_in_a_piece_names_the_piece():
 
     text = message(toy(), Absent())
     assert text == (
-        "Absent does not describe Toy: epilogue raised AttributeError: 'Stage' object has no attribute "
-        "'lm_head'"
+        "Absent does not describe Toy: epilogue raised AttributeError: 'Stage' object has no "
+        "attribute 'lm_head'"
     )
 
 
@@ -218,8 +225,8 @@ def test_a_layer_that_forward_runs_twice_is_refused():
             return self.head(self.norm(x.transpose(1, 2)).transpose(1, 2) + self.offset)
 
     assert message(toy(Twice), ToyBlueprint()) == (
-        "ToyBlueprint does not describe Twice: the model's own forward runs base.layers.0 more than once, "
-        "but a pipeline runs each layer once. Unroll the loop into layers of their own."
+        "ToyBlueprint does not describe Twice: the model's own forward runs base.layers.0 more "
+        "than once, but a pipeline runs each layer once. Unroll the loop into layers of their own."
     )
 
 
@@ -228,8 +235,8 @@ def test_a_parameter_in_no_piece_is_named():
         epilogue_names = ("head",)
 
     assert message(toy(), Forgets()) == (
-        "Forgets does not describe Toy: no piece owns norm.weight, norm.bias, offset. Add the module or "
-        "the parameter to prologue_names or epilogue_names, or move it into a layer."
+        "Forgets does not describe Toy: no piece owns offset, norm.weight, norm.bias. Add the "
+        "module or the parameter to prologue_names or epilogue_names, or move it into a layer."
     )
 
 
@@ -237,26 +244,24 @@ def test_a_parameter_in_two_pieces_is_named():
     class Doubles(ToyBlueprint):
         prologue_names = ("base",)
 
-    problems = structure_problems(toy(), Doubles())
-    assert len(problems) == 6  # three layers, weight and bias each
-    assert problems[0] == (
-        "base.layers.0.linear.weight belongs to 2 pieces (base, base.layers), but a piece has one owner. "
-        "Leave it in one."
-    )
+    assert structure_problems(toy(), Doubles()) == [
+        "pieces base and base.layers both own base.layers.0.linear.weight, "
+        "base.layers.0.linear.bias, base.layers.1.linear.weight, base.layers.1.linear.bias, "
+        "base.layers.2.linear.weight, base.layers.2.linear.bias. Leave them in one."
+    ]
 
     class SameTwice(ToyBlueprint):
         prologue_names = ("base.embedding", "head")
 
-    assert [text.split(",")[0] for text in structure_problems(toy(), SameTwice())] == [
-        "head.weight belongs to 2 pieces (head",
-        "head.bias belongs to 2 pieces (head",
+    assert structure_problems(toy(), SameTwice()) == [
+        "pieces head and head both own head.weight, head.bias. Leave them in one."
     ]
 
 
 def test_names_that_match_nothing_are_listed_together():
     class Wrong(ToyBlueprint):
         prologue_names = ("base.embedding", "nrom")
-        unused_parameters = ("head.*", "haed.*")
+        unused_parameters = ("head.*", "haed.bias")
 
         def attention(self):
             from paralign.parallel.context import ContextParallel
@@ -267,10 +272,10 @@ def test_names_that_match_nothing_are_listed_together():
         "Wrong does not describe Toy:\n"
         "  - prologue_names has 'nrom', which is no module or parameter of the model. Did you mean "
         "'norm'?\n"
-        "  - unused_parameters has 'haed.*', which matches no parameter. Did you mean 'head.bias'?\n"
-        "  - attention() has 'liner', but base.layers.0 has no such module. Did you mean 'linear'?\n"
-        "  - attention() has 'liner', but base.layers.1 has no such module. Did you mean 'linear'?\n"
-        "  - attention() has 'liner', but base.layers.2 has no such module. Did you mean 'linear'?"
+        "  - unused_parameters has 'haed.bias', which matches no parameter. Did you mean "
+        "'head.bias'?\n"
+        "  - attention() has 'liner', but base.layers.0, base.layers.1, "
+        "base.layers.2 have no such module. Did you mean 'linear'?"
     )
 
 
@@ -294,8 +299,8 @@ def test_structure_is_checked_on_meta_but_composition_is_not():
         model = Toy()
     assert structure_problems(model, ToyBlueprint()) == []
     assert message(model, ToyBlueprint()) == (
-        "Toy is on the meta device, so that its composition cannot be run. Give the model real weights, on "
-        "the CPU if they fit nowhere else."
+        "Toy is on the meta device, so that its composition cannot be run. Give the model real "
+        "weights, on the CPU if they fit nowhere else."
     )
 
 

@@ -23,6 +23,8 @@ class NamedParameter:
 
     name: str
     aliases: tuple[str, ...]
+    source: str
+    """Its name in the module, which tells copies of one parameter apart."""
     parameter: nn.Parameter
     owner: nn.Module
     owner_name: str
@@ -38,7 +40,7 @@ class NamedParameter:
 
 
 def named_parameters(
-    modules: Sequence[nn.Module], names: NameRule = None
+    modules: Sequence[nn.Module], names: NameRule = None, *, holds_all: bool = True
 ) -> list[NamedParameter]:
     """List every parameter of ``modules`` once, in the order in which they are registered.
 
@@ -47,28 +49,29 @@ def named_parameters(
 
     Args:
         modules: One model, or the stage modules that this rank holds, with global names.
-        names: Renames parameters: old name -> new name, or a function.
+        names: Renames parameters: old name -> new name, or a function. Two parameters may get the same
+            new name: they are copies of one (a tied pair on two stages).
+        holds_all: No other rank holds further parameters, so that a rule which renames nothing is wrong.
 
     Raises:
         ConfigError: There are no parameters, two different ones have the same name, or ``names``
             renames what does not exist. All problems are listed.
     """
-    found: dict[int, tuple[list[str], nn.Parameter, nn.Module, str]] = {}
+    found: dict[int, _Found] = {}
     holder: dict[str, int] = {}
     clashes: list[str] = []
-    unused = set(names) if isinstance(names, Mapping) else set()
+    unused = set(names) if isinstance(names, Mapping) and holds_all else set()
     for module in modules:
         for old_name, parameter, owner, owner_name in _walk(module, ""):
             unused.discard(old_name)
-            name = _rename(old_name, names)
-            known = found.setdefault(id(parameter), ([], parameter, owner, owner_name))[0]
-            if holder.setdefault(name, id(parameter)) != id(parameter):
+            known = found.setdefault(id(parameter), _Found(parameter, owner, owner_name, old_name, []))
+            if holder.setdefault(old_name, id(parameter)) != id(parameter):
                 clashes.append(
-                    f"two different parameters are both called {name!r}. Pipeline chunks must keep global "
-                    "names: pass names={'old': 'new'} or names=function"
+                    f"two different parameters are both called {old_name!r}. Pipeline chunks must keep "
+                    "global names; record each chunk with the names of the whole model"
                 )
-            if name not in known:
-                known.append(name)
+            if (name := _rename(old_name, names)) not in known.names:
+                known.names.append(name)
     problems = sorted(set(clashes))
     problems += [f"names renames {name!r}, which is no parameter" for name in sorted(unused)]
     if not found:
@@ -76,9 +79,25 @@ def named_parameters(
     if problems:
         raise ConfigError.from_problems("cannot name the parameters to record", problems)
     return [
-        NamedParameter(known[0], tuple(known[1:]), parameter, owner, owner_name)
-        for known, parameter, owner, owner_name in found.values()
+        NamedParameter(
+            name=item.names[0],
+            aliases=tuple(item.names[1:]),
+            source=item.source,
+            parameter=item.parameter,
+            owner=item.owner,
+            owner_name=item.owner_name,
+        )
+        for item in found.values()
     ]
+
+
+@dataclass
+class _Found:
+    parameter: nn.Parameter
+    owner: nn.Module
+    owner_name: str
+    source: str
+    names: list[str]
 
 
 def _walk(

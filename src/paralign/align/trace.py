@@ -63,6 +63,8 @@ class TensorEntry:
     """Name of the optimizer state, for moments."""
     aliases: tuple[str, ...] = ()
     """Other names of the same parameter on this rank (tied)."""
+    source: str | None = None
+    """Name in the module, where it differs; tells copies of one parameter on a rank apart."""
     trainable: bool = True
     replicated_over: tuple[str, ...] = ()
     partial_over: tuple[str, ...] = ()
@@ -82,6 +84,7 @@ class TensorEntry:
             "shape": list(self.shape),
             "map": [[[*span.local, *span.global_] for span in spans] for spans in self.map],
             "aliases": list(self.aliases),
+            "source": self.source,
             "trainable": self.trainable,
             "replicated_over": list(self.replicated_over),
             "partial_over": list(self.partial_over),
@@ -109,6 +112,7 @@ class TensorEntry:
             ),
             state=None if data["state"] is None else _text(data["state"]),
             aliases=tuple(_text(alias) for alias in data["aliases"]),
+            source=None if data["source"] is None else _text(data["source"]),
             trainable=bool(data["trainable"]),
             replicated_over=tuple(_text(axis) for axis in data["replicated_over"]),
             partial_over=tuple(_text(axis) for axis in data["partial_over"]),

@@ -58,7 +58,7 @@ class TraceWriter:
             if tensor is None:
                 self.index.tensors.append(entry)
                 continue
-            key = ":".join(part for part in (entry.kind, entry.state, entry.name) if part)
+            key = _free_key(entry, {used for used, _ in payload})
             payload.append((key, tensor))
             self.index.tensors.append(replace(entry, file=name, key=key))
         if payload:
@@ -164,3 +164,9 @@ def _write_data(file: IO[bytes], tensor: Tensor) -> None:
     # The bytes of the tensor's own memory, without a copy and without NumPy.
     size = host.numel() * host.element_size()
     file.write((ctypes.c_char * size).from_address(host.data_ptr()))
+
+
+def _free_key(entry: TensorEntry, used: set[str]) -> str:
+    """Name a tensor in its file; copies of one parameter (tied, on two stages) share all but a number."""
+    key = ":".join(part for part in (entry.kind, entry.state, entry.name) if part)
+    return key if key not in used else f"{key}#{len(used)}"

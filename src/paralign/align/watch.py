@@ -32,9 +32,10 @@ class StepWatch:
         parameters: The parameters that are recorded; optimizers and clipping of others are ignored.
         optimizers: The optimizers to watch; None watches every torch optimizer that holds one of the
             parameters.
-        on_gradients: Called before anything uses or changes the gradients; maybe several times a step.
+        on_gradients: Called before anything uses or changes gradients, maybe several times a step, with
+            the ids of the parameters they belong to (None: not known).
         on_norm: Called with the norm that the gradients are clipped by.
-        on_step_begin: Called with the optimizer at the entry of its ``step()``, after ``on_gradients``.
+        on_step_begin: Called with the optimizer at the entry of its ``step()``.
         on_step_end: Called with the optimizer when its ``step()`` has returned.
     """
 
@@ -43,7 +44,7 @@ class StepWatch:
         parameters: Iterable[torch.Tensor],
         optimizers: Sequence[Any] | None,
         *,
-        on_gradients: Callable[[], None],
+        on_gradients: Callable[[set[int] | None], None],
         on_norm: Callable[[Any], None],
         on_step_begin: Callable[[Any], None],
         on_step_end: Callable[[Any], None],
@@ -106,7 +107,6 @@ class StepWatch:
 
     def _begin(self, optimizer: Any) -> None:
         if self._active:
-            self._on_gradients()
             self._on_step_begin(optimizer)
 
     def _end(self, optimizer: Any) -> None:
@@ -125,9 +125,10 @@ class StepWatch:
         def seen(*args: Any, **kwargs: Any) -> Any:
             if args and not isinstance(args[0], torch.Tensor):
                 args = (list(args[0]), *args[1:])  # it may be a generator, and is looked at twice
-            if not self._active or not self._concerns_ours(args, kwargs):
+            concerned = self._concerned(args, kwargs) if self._active else set()
+            if concerned is not None and not concerned:
                 return function(*args, **kwargs)
-            self._on_gradients()
+            self._on_gradients(concerned)
             outermost = self._depth == 0
             self._depth += 1
             try:
@@ -159,14 +160,13 @@ class StepWatch:
 
         self._undo.append(undo)
 
-    def _concerns_ours(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether a clipping call is given one of our parameters or gradients."""
+    def _concerned(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[int] | None:
+        """Return the ids of our parameters that a clipping call is given, itself or its gradient."""
         given = args[0] if args else kwargs.get("parameters", kwargs.get("tensors"))
         if not isinstance(given, list | torch.Tensor):
-            return True  # a generator by keyword, which must not be used up: it costs only a capture
-        tensors = [given] if isinstance(given, torch.Tensor) else given
-        gradients = {id(p.grad) for p in self._parameters if p.grad is not None}
-        return any(id(tensor) in self._ids or id(tensor) in gradients for tensor in tensors)
+            return None  # a generator by keyword, which must not be used up
+        tensors = {id(t) for t in ([given] if isinstance(given, torch.Tensor) else given)}
+        return {id(p) for p in self._parameters if id(p) in tensors or id(p.grad) in tensors}
 
     def _holds_ours(self, optimizer: Any) -> bool:
         return any(

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -16,12 +15,15 @@ from paralign.commands.options import (
     Quiet,
     Verbose,
     check_not_both,
+    parse_seconds,
 )
 from paralign.commands.report import deliver
 from paralign.commands.terminal import progress
 from paralign.config.load import load_config
-from paralign.errors import ConfigError
 from paralign.launch.torchrun import current_world
+
+if TYPE_CHECKING:
+    from paralign.align.verdict import Report
 
 
 def align(
@@ -43,9 +45,8 @@ def align(
         typer.Option(metavar="DIR", help="Keep what both runs recorded, for `paralign compare`."),
     ] = None,
     timeout: Annotated[
-        float,
-        typer.Option(metavar="S", help="Seconds without progress after which a run has hung."),
-    ] = 300.0,
+        str, typer.Option(metavar="S", help="Seconds without progress after which a run has hung.")
+    ] = "300",
     quiet: Quiet = False,
     verbose: Verbose = False,
 ) -> int:
@@ -57,8 +58,7 @@ def align(
     or hung, 4 inconclusive.
     """
     check_not_both(quiet, verbose)
-    if not (timeout > 0 and math.isfinite(timeout)):
-        raise ConfigError(f"--timeout={timeout} must be a number above 0. Give seconds, as in 300.")
+    seconds = parse_seconds("--timeout", timeout)
     changes = [
         *(overrides or ()),
         *([f"align.steps={steps}"] if steps is not None else []),
@@ -71,7 +71,7 @@ def align(
     from paralign.prove.run import align as run_both  # imports torch: only for a sound config
 
     with progress(quiet=quiet or (world is not None and world.rank != 0)) as say:
-        report = run_both(run, trace=trace, timeout=timeout, progress=say)
+        report: Report = run_both(run, trace=trace, timeout=seconds, progress=say)
     if world is not None and world.rank != 0:
         return report.exit_status  # one rank speaks for all; the verdict is the same on each
     return deliver(report, json=json, quiet=quiet, verbose=verbose)

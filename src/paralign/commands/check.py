@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from paralign.commands.options import ConfigFile, Overrides, Verbose
+from paralign.commands.options import ConfigFile, Overrides, Verbose, parse_count
 from paralign.commands.terminal import print_result
 from paralign.config.load import load_config
 from paralign.launch.torchrun import current_world
@@ -16,10 +16,8 @@ def check(
     config: ConfigFile,
     overrides: Overrides = None,
     world: Annotated[
-        int | None,
-        typer.Option(
-            "--world", metavar="N", min=1, help="Ranks there will be; the mesh must multiply to it."
-        ),
+        str | None,
+        typer.Option(metavar="N", help="Ranks there will be; the mesh must multiply to it."),
     ] = None,
     verbose: Verbose = False,
 ) -> int:
@@ -29,9 +27,10 @@ def check(
     communication per rank, and over which axes each gradient is summed.
     """
     torchrun = current_world()
-    if world is None and torchrun is not None:
-        world = torchrun.world_size
-    run = load_config(config, overrides or (), world_size=world)
+    world_size = torchrun.world_size if torchrun is not None else None
+    if world is not None:
+        world_size = parse_count("--world", world)
+    run = load_config(config, overrides or (), world_size=world_size)
     from paralign.prove.check import describe_plan  # imports torch: only for a config that is sound
 
     print_result(describe_plan(run, verbose=verbose))

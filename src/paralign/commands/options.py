@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated
 
@@ -38,3 +39,31 @@ def check_not_both(quiet: bool, verbose: bool) -> None:
     """
     if quiet and verbose:
         raise ConfigError("--quiet and --verbose contradict each other. Give one of the two.")
+
+
+def parse_seconds(option: str, text: str) -> float:
+    """Read a length of time.
+
+    Raises:
+        ConfigError: It is no finite number above 0.
+    """
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not (seconds > 0 and math.isfinite(seconds)):
+        raise ConfigError(f"{option}={text!r} must be a number above 0. Give seconds, as in 300.")
+    return seconds
+
+
+def parse_count(option: str, text: str) -> int:
+    """Read a number of things.
+
+    Raises:
+        ConfigError: It is no whole number of at least 1.
+    """
+    if not (text.isascii() and text.isdigit() and int(text) >= 1):
+        raise ConfigError(
+            f"{option}={text!r} must be a whole number of at least 1. Give one, as in 8."
+        )
+    return int(text)

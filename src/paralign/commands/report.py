@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import json as json_format
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from rich.text import Text
 
 from paralign.commands.files import write_atomically
 from paralign.commands.terminal import print_result
 
 if TYPE_CHECKING:
-    from paralign.align.report.model import Report
+    from paralign.align.verdict import Report
 
 
 def deliver(report: Report, *, json: Path | None, quiet: bool, verbose: bool) -> int:
@@ -18,6 +19,9 @@ def deliver(report: Report, *, json: Path | None, quiet: bool, verbose: bool) ->
     from paralign.align.report.terminal import render
 
     if json is not None:
-        write_atomically(json, json_format.dumps(report.to_json(), indent=2) + "\n")
-    print_result(render(report, quiet=quiet, verbose=verbose))
+        write_atomically(json, report.to_json())
+    if quiet:
+        print_result(Text(f"{report.verdict}: {report.why}."))
+    else:
+        print_result(render(report, verbose=verbose))
     return report.exit_status

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from rich.console import Console, RenderableType
 from rich.text import Text
 
+_PIPE_WIDTH = 140
 # In an error: what was given stands out, and so does what to do about it.
 _GIVEN = re.compile(r"[\w.-]+=(?:'[^']*'|\[[^\]]*\]|[^\s,;:()]+(?<!\.))")
 _FIX = re.compile(
@@ -21,7 +22,9 @@ _FIX = re.compile(
 
 def print_result(renderable: RenderableType) -> None:
     """Print to stdout. A reader that has gone away, such as ``head``, is no error."""
-    console = Console(soft_wrap=not sys.stdout.isatty())
+    # A file or a pipe has no width: give tables room, instead of the 80 columns that rich assumes.
+    unbounded = not sys.stdout.isatty() and "COLUMNS" not in os.environ
+    console = Console(soft_wrap=unbounded, width=_PIPE_WIDTH if unbounded else None)
     try:
         console.print(renderable)
         sys.stdout.flush()

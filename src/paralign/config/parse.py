@@ -110,8 +110,9 @@ def _explain(path: str, values: Mapping[str, Any]) -> str:
     section, _, key = path.partition(".")
     if not key and section in SECTIONS:
         key, field = next(iter(SECTIONS[section].model_fields.items()))
+        value = values[section]
         return (
-            f"{section}={show(values[section])} ({describe_type(values[section])}) must be a section. "
+            f"{section}={show(value)} ({describe_type(value)}) must be a section. "
             f"Write its keys below it, such as `{section}: {{{key}: {_extra(field)['example']}}}`."
         )
     fields = SECTIONS[section].model_fields if key else RunConfig.model_fields

@@ -7,9 +7,9 @@ syntax only. Importing it for real comes later and has the last word.
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.machinery import all_suffixes
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -48,19 +48,19 @@ def read_signature(key: str, reference: str) -> Signature:
         ConfigError: The text has another form, or there is no such module or name.
     """
     module, name = _split(key, reference)
-    spec = _find(key, reference, module)
-    if spec.origin is None or not spec.origin.endswith(".py"):
-        return UNKNOWN  # compiled, or a namespace package: only the import can tell
+    file = _find(key, reference, module).file
+    if file is None or file.suffix != ".py":
+        return UNKNOWN  # compiled, or a folder: only the import can tell
     try:
-        tree = ast.parse(Path(spec.origin).read_bytes())
+        tree = ast.parse(file.read_bytes())
     except (SyntaxError, ValueError, OSError) as error:
         raise ConfigError(
-            f"{key}={reference!r}: {spec.origin} cannot be read as Python: {error}. Mend that file."
+            f"{key}={reference!r}: {file} cannot be read as Python: {error}. Mend that file."
         ) from None
     found = dict(_definitions(tree.body))
     if name not in found and not {"*", "__getattr__"} & found.keys():
         raise ConfigError(
-            f"{key}={reference!r}: {spec.origin} defines no {name}. "
+            f"{key}={reference!r}: {file} defines no {name}. "
             + (suggest(name, found) if found else "Define it there.")
         )
     return _signature(found.get(name))
@@ -76,30 +76,53 @@ def _split(key: str, reference: str) -> tuple[str, str]:
     return module, name
 
 
-def _find(key: str, reference: str, module: str) -> ModuleSpec:
-    spec: ModuleSpec | None = None
-    parts = module.split(".")
-    for depth in range(1, len(parts) + 1):
-        full = ".".join(parts[:depth])
-        if spec is None:
-            # Not `find_spec(full)` further down: it would import the parents.
-            spec = PathFinder.find_spec(full, [str(Path.cwd())]) or _find_installed(full)
-        else:
-            spec = PathFinder.find_spec(full, spec.submodule_search_locations or [])
-        if spec is None:
-            raise ConfigError(
-                f"{key}={reference!r}: there is no module {full}. Start paralign in the folder "
-                f"that holds {parts[0]}, or install it."
-            )
-    assert spec is not None  # `parts` is never empty
-    return spec
+@dataclass(frozen=True, kw_only=True)
+class _Place:
+    """Where a module or package is."""
+
+    file: Path | None  # None: a folder without __init__.py
+    folders: tuple[Path, ...] = ()  # where a package's modules are
 
 
-def _find_installed(module: str) -> ModuleSpec | None:
+def _find(key: str, reference: str, module: str) -> _Place:
+    top, *rest = module.split(".")
+    place = _look_in([Path.cwd()], top) or _look_among_installed(top)
+    known = top
+    for part in rest:
+        # Not `find_spec` down here: it would import the packages on the way.
+        if place is not None:
+            place, known = _look_in(place.folders, part), f"{known}.{part}"
+    if place is None:
+        raise ConfigError(
+            f"{key}={reference!r}: there is no module {known}. Start paralign in the folder that "
+            f"holds {top}, or install it."
+        )
+    return place
+
+
+def _look_in(folders: Iterable[Path], name: str) -> _Place | None:
+    bare = []
+    for folder in folders:
+        package = folder / name
+        if (package / "__init__.py").is_file():
+            return _Place(file=package / "__init__.py", folders=(package,))
+        for suffix in all_suffixes():
+            if (file := folder / f"{name}{suffix}").is_file():
+                return _Place(file=file)
+        if package.is_dir():
+            bare.append(package)
+    return _Place(file=None, folders=tuple(bare)) if bare else None
+
+
+def _look_among_installed(module: str) -> _Place | None:
     try:
-        return find_spec(module)
+        spec = find_spec(module)
     except ValueError:  # in sys.modules without a spec, such as __main__
         return None
+    if spec is None:
+        return None
+    folders = tuple(Path(folder) for folder in spec.submodule_search_locations or ())
+    return _Place(file=Path(spec.origin) if spec.origin else None, folders=folders)
 
 
 def _definitions(body: list[ast.stmt]) -> Iterator[tuple[str, ast.stmt]]:

@@ -58,9 +58,9 @@ class Failure:
                 "exit",
             )
         elif issubclass(known, (ConfigError, AlignError, RankError)):
-            text = str(error)
+            text = _text_of(error)
         else:
-            text = "".join(traceback.format_exception_only(type(error), error)).strip()
+            text = _headline(error)
         network = isinstance(error, (RuntimeError, OSError)) and _PEER_GONE.search(text)
         return cls(
             rank=rank,
@@ -99,6 +99,17 @@ class Failure:
             blame=Blame.OWN,
             traceback="".join(shown),
         )
+
+
+def _text_of(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:
+        return _headline(error)
+
+
+def _headline(error: BaseException) -> str:
+    return "".join(traceback.format_exception_only(type(error), error)).strip()
 
 
 def _known_class(error: BaseException) -> type[ParalignError]:

@@ -93,8 +93,8 @@ def start_ranks(world: RankSetup, *, into: list[RankProcess]) -> None:
             into.append(RankProcess(setup=setup, process=process, connection=ours))
     except (OSError, EOFError) as error:
         raise RankError(
-            "the ranks cannot be started: their fork server ended while it imported torch. "
-            "Run `python -c 'import paralign.launch.preload'` to see why."
+            "the ranks cannot be started: their fork server ended, most likely while it imported "
+            "torch. Run `python -c 'import paralign.launch.preload'` to see why."
         ) from error
 
 

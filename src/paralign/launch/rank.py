@@ -15,7 +15,7 @@ import threading
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -76,7 +76,7 @@ class RankSetup:
     folder: Path  # private to the world, removed with it
     parent_folder: Path  # multiprocessing's own; holds the fork server's socket
     timeout: float | None
-    environment: dict[str, str]
+    environment: dict[str, str] = field(repr=False)  # may hold secrets
     main: MainModule | None  # where the job refers to it
 
     @property

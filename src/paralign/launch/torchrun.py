@@ -93,6 +93,8 @@ def _check_environment(environment: Mapping[str, str]) -> None:
 
 def _join(world: World, device: str, timeout: float | None) -> None:
     import torch.distributed as dist
+    from torch.distributed.distributed_c10d import PrefixStore
+    from torch.distributed.rendezvous import rendezvous
 
     from paralign.launch.device import backend_for, bind_device
 
@@ -101,7 +103,13 @@ def _join(world: World, device: str, timeout: float | None) -> None:
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", local_rank + 1))
     bind_device(device, local_rank=local_rank, local_world_size=local_world_size)
     limit = None if timeout is None else timedelta(seconds=timeout)
-    dist.init_process_group(backend, rank=world.rank, world_size=world.world_size, timeout=limit)
+    options = {} if limit is None else {"timeout": limit}
+    shared, rank, world_size = next(rendezvous("env://", world.rank, world.world_size, **options))
+    # torch numbers its groups anew after a destroy, and a second world would find the addresses of
+    # the first under its keys, and hang. Each world gets keys of its own instead.
+    num_joins = shared.add(f"paralign/joins/{world.rank}", 1)
+    store = PrefixStore(f"paralign/world/{num_joins}", shared)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
 
 
 def _leave() -> None:

@@ -83,16 +83,16 @@ class Watchdog:
             self._read(rank)
 
     def _read(self, rank: RankProcess) -> None:
-        # Asked before the pipe is drained: nothing is written to it after the end.
+        # Asked before the pipe is looked at: nothing is written to it after the end.
         ended = rank.has_ended()
         try:
-            while rank.rank not in self._results and rank.connection.poll():
+            if rank.connection.poll():
+                # One at a time, so that a rank that talks much does not drown out the others.
                 self._handle(rank, rank.connection.recv_bytes())
-                if rank.rank in self._failures:
-                    return
+                return
         except (EOFError, OSError):
             ended = True
-        if ended and rank.rank not in self._results:
+        if ended:
             self._fail(_failure_of_end(rank))
 
     def _handle(self, rank: RankProcess, content: bytes) -> None:

@@ -119,11 +119,13 @@ def _coverage_problems(model: nn.Module, blueprint: Blueprint) -> list[str]:
             f"no piece owns {', '.join(none)}. Add the module or the parameter to prologue_names "
             "or epilogue_names, or move it into a layer."
         )
+    shared: dict[str, list[str]] = {}
+    for name, found in owners.items():
+        if len(found) > 1:
+            shared.setdefault(" and ".join(found), []).append(name)
     problems += [
-        f"{name} belongs to {len(found)} pieces ({', '.join(found)}), but a piece has one owner. "
-        "Leave it in one."
-        for name, found in owners.items()
-        if len(found) > 1
+        f"pieces {owning} both own {', '.join(names)}. Leave them in one."
+        for owning, names in shared.items()
     ]
     return problems
 
@@ -139,13 +141,20 @@ def _unused_problems(model: nn.Module, patterns: Sequence[str]) -> list[str]:
 
 
 def _attention_problems(blueprint: Blueprint, layers: Sequence[tuple[str, nn.Module]]) -> list[str]:
-    return [
-        f"attention() has {core!r}, but {name} has no such module. "
-        f"{did_you_mean(core, [inner for inner, _ in layer.named_modules() if inner])}"
-        for core in blueprint.attention()
-        for name, layer in layers
-        if core not in dict(layer.named_modules(remove_duplicate=False)) or not core
-    ]
+    problems = []
+    for core in blueprint.attention():
+        lacking = [
+            (name, layer)
+            for name, layer in layers
+            if core not in dict(layer.named_modules(remove_duplicate=False)) or not core
+        ]
+        if lacking:
+            known = [inner for inner, _ in lacking[0][1].named_modules() if inner]
+            problems.append(
+                f"attention() has {core!r}, but {', '.join(name for name, _ in lacking)} have no "
+                f"such module. {did_you_mean(core, known)}"
+            )
+    return problems
 
 
 @contextmanager

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from typing import Any
 
+_MANY = 8  # names a sentence can hold
+
 
 def size_problems(config: Any, *, counts: Sequence[str], positive: Sequence[str]) -> list[str]:
     """Return a sentence for every field that is not a whole number >= 1, or a number above 0."""
@@ -76,7 +78,9 @@ def is_number(value: object) -> bool:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return "Did you mean X?" when a known name is close, else the list of known names."""
+    """Return "Did you mean X?" when a known name is close, else the first few known names."""
     names = list(known)
-    near = get_close_matches(name, names, n=1)
-    return f"Did you mean {near[0]!r}?" if near else f"Use one of {', '.join(names)}."
+    if near := get_close_matches(name, names, n=1, cutoff=0.7):
+        return f"Did you mean {near[0]!r}?"
+    more = f" and {len(names) - _MANY} more" if len(names) > _MANY else ""
+    return f"Use one of {', '.join(names[:_MANY])}{more}."

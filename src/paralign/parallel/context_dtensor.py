@@ -76,8 +76,9 @@ def unwrap(
         for problem in _placement_problems(name, x, seq_dim, head_dim, axis, degree, group)
     ]
     q = placed[0][1]
-    for name, x in placed[1:]:
-        if not problems and (x.device_mesh != q.device_mesh or x.placements != q.placements):
+    # Comparing them is only worth it when each is right by itself.
+    for name, x in [] if problems else placed[1:]:
+        if (x.device_mesh != q.device_mesh or x.placements != q.placements):
             problems.append(
                 f"{name} is placed {x.placements} on {_mesh_text(x.device_mesh)} and q is placed "
                 f"{q.placements} on {_mesh_text(q.device_mesh)}. Place q, k and v alike, so that "
@@ -127,7 +128,9 @@ def _placement_problems(
     over_seq = _find_axis(x.device_mesh, axis, group)
     for index, placement in enumerate(x.placements):
         size = x.device_mesh.size(index)
-        at = f"{name} is {placement} over axis {_axis_name(x.device_mesh, index)!r} ({size} ranks)"
+        at = (
+            f"{name} is {placement!r} over axis {_axis_name(x.device_mesh, index)!r} ({size} ranks)"
+        )
         if size == 1 and not isinstance(placement, Partial):
             continue
         problem = (

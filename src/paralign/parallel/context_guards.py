@@ -196,13 +196,14 @@ class SequenceProof:
     def _refuse(self, ranks: list[int], degree: int, q: Tensor) -> None:
         everyone = len(ranks) == degree
         who = "every rank" if everyone else f"ranks {', '.join(map(str, ranks))}"
+        were = "was" if everyone else "were"
         what = (
             "the whole sequence was given to each of them" if everyone else "a slice was repeated"
         )
         length = q.shape[self.seq_dim]
         share = length // degree if everyone else length
         raise LayoutError(
-            f"{who} of axis {self.axis!r} ({degree} ranks) was fed the same q, k and v of shape "
+            f"{who} of axis {self.axis!r} ({degree} ranks) {were} fed the same q, k and v of shape "
             f"{list(q.shape)}: most likely {what}. Attention would take them for one sequence of "
             f"{length * degree} tokens. Feed each rank its slice: x.narrow(seq_dim, rank * "
             f"{share}, {share}) with its labels and positions, or program.shard(batch)."

@@ -122,7 +122,10 @@ def _check_dims(seq_dim: int, head_dim: int, given: dict[str, int | None]) -> No
             "head; it must be the dim that counts tokens"
         )
     if problems:
-        title = f"dims of {NUM_DIMS}-D q, k and v do not fit ({LAYOUT_HELP})"
+        title = (
+            f"ContextParallel(seq_dim={given['seq_dim']}, head_dim={given['head_dim']}) is refused"
+        )
+        problems[-1] += f". {LAYOUT_HELP}."
         raise LayoutError.from_problems(title, problems)
 
 

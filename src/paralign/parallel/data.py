@@ -1,7 +1,8 @@
 """Data parallelism: replicate and shard parameters with FSDP2, context parallel ranks folded in.
 
-Parameters are sharded over ``fsdp = dp_shard x cp`` and, with ``dp_replicate > 1``, replicated over the
-rest. Every gradient is a plain sum: losses are divided by the global token count before the backward
+Parameters are sharded over ``fsdp = dp_shard x cp`` and, with ``dp_replicate > 1``, replicated over
+the rest. Every gradient is a plain sum: losses are divided by the global token count before the
+    backward
 pass, so no average whose meaning depends on an axis size is left anywhere.
 """
 
@@ -27,11 +28,12 @@ class FSDP:
     """How parameters are grouped into units that are gathered and reduced together.
 
     Attributes:
-        wrap: ``"root"`` (one unit a stage), ``"blocks"`` (each layer, and the rest), ``"first_block"``
-            (each stage's first layer, and the rest), or lists of module names, one list a unit. What no
-            unit holds belongs to the stage's root, which is always wrapped.
-        reshard_after_forward: Free gathered parameters between forward and backward; None is torch's
-            default (units yes, root no).
+        wrap: ``"root"`` (one unit a stage), ``"blocks"`` (each layer, and the rest),
+            ``"first_block"`` (each stage's first layer, and the rest), or lists of module names,
+            one list a unit. What no unit holds belongs to the stage's root, which is always
+            wrapped.
+        reshard_after_forward: Free gathered parameters between forward and backward; None is
+            torch's default (units yes, root no).
     """
 
     wrap: str | Sequence[Sequence[str]] = "blocks"
@@ -43,7 +45,8 @@ class Precision:
     """Dtypes of a step. Parameters keep their own dtype as master weights.
 
     Attributes:
-        compute: Dtype of parameters and activations in forward and backward; None: the parameters' own.
+        compute: Dtype of parameters and activations in forward and backward; None: the parameters'
+            own.
         reduce: Dtype in which gradients are accumulated and reduced; None: the parameters' own.
     """
 
@@ -80,8 +83,8 @@ def plan_units(
     Args:
         wrap: See :class:`FSDP`.
         layer_names: Global names of the stage's layers, in order.
-        module_names: Global names of all modules in the stage. Names in ``wrap`` that are on another
-            stage are left to that stage.
+        module_names: Global names of all modules in the stage. Names in ``wrap`` that are on
+            another stage are left to that stage.
     """
     if wrap == "root":
         return []
@@ -111,7 +114,9 @@ def check_units(wrap: str | Sequence[Sequence[str]], module_names: Sequence[str]
     known, problems = set(module_names), []
     for position, name in enumerate(listed):
         if name not in known:
-            near = [other for other in module_names if fnmatchcase(other, f"*{name.split('.')[-1]}")]
+            near = [
+                other for other in module_names if fnmatchcase(other, f"*{name.split('.')[-1]}")
+            ]
             hint = f" Did you mean {near[0]!r}?" if near else ""
             problems.append(f"{name!r} matches no module of the model.{hint}")
         for other in listed[:position]:
@@ -143,12 +148,12 @@ def apply_fsdp(
 
     Comm (per step, n ranks in ``fsdp``, P parameter elements of a unit, M micro-batches):
         forward and backward: one all-gather of P, or ``2 * M`` with ``reshard_after_forward``.
-        after the last micro-batch: one reduce-scatter of P, and with ``dp_replicate`` one all-reduce of
-        ``P / n``. Sums, never averages.
+        after the last micro-batch: one reduce-scatter of P, and with ``dp_replicate`` one
+        all-reduce of ``P / n``. Sums, never averages.
 
     Args:
-        stage: A stage, or a whole model. Its root is always wrapped, even when it owns no parameter:
-            without a root the engine reduces once per micro-batch.
+        stage: A stage, or a whole model. Its root is always wrapped, even when it owns no
+            parameter: without a root the engine reduces once per micro-batch.
         mesh: The run's mesh.
         units: Names of the modules of every unit besides the root.
         reshard_after_forward: See :class:`FSDP`.
@@ -168,8 +173,8 @@ def apply_fsdp(
         )
         owner = modules[0]
         assert isinstance(owner, FSDPModule)
-        # Both are needed, on every unit: the factor is not recursive, and alone it becomes a reduction
-        # with a factor inside, which gloo lacks.
+        # Both are needed, on every unit: the factor is not recursive, and alone it becomes a
+        # reduction with a factor inside, which gloo lacks.
         owner.set_force_sum_reduction_for_comms(True)
         owner.set_gradient_divide_factor(1.0)
         counter.watch(f"{label}{name}", owner)

@@ -1,9 +1,9 @@
 """Pipeline parallelism: runs one step of a schedule over this rank's stages.
 
-The one module that drives torch's schedule runtime. It hands torch static stages, whose shapes are known
-from the meta device, so that no forward runs twice; it switches torch's own gradient scaling off, because
-the loss is already divided by the global token count; and it builds a schedule for every batch shape it
-meets, because torch's buffers fit only the first.
+The one module that drives torch's schedule runtime. It hands torch static stages, whose shapes are
+known from the meta device, so that no forward runs twice; it switches torch's own gradient scaling
+off, because the loss is already divided by the global token count; and it builds a schedule for
+every batch shape it meets, because torch's buffers fit only the first.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
 from paralign.blueprint import Blueprint
-from paralign.loss import token_cross_entropy_sum
 from paralign.mesh import Axis
 from paralign.parallel.stage import Stage, boundary_tensors
 from paralign.parallel.stages import split_layers
@@ -83,8 +82,8 @@ class PipelineRuntime:
 
         Shapes (B local rows, S local sequence):
             tensors: ``tokens``, ``labels`` and ``positions``, each ``[B, S]``.
-            returns: on the rank that runs the last stage, this rank's share of the loss: the sum over
-                its own tokens divided by ``normaliser``. None on other ranks.
+            returns: on the rank that runs the last stage, this rank's share of the loss: the sum
+                over its own tokens divided by ``normaliser``. None on other ranks.
 
         Comm (per micro-batch, b rows, width D):
             one send of ``b * S * D`` elements between neighbouring stages forward, one backward.
@@ -92,8 +91,8 @@ class PipelineRuntime:
         Args:
             tensors: This rank's batch.
             seq_len: Global sequence length.
-            normaliser: What the sum of token losses is divided by: the number of valid tokens of the
-                global batch, known before the first backward pass.
+            normaliser: What the sum of token losses is divided by: the number of valid tokens of
+                the global batch, known before the first backward pass.
         """
         rows, local_seq = tensors["tokens"].shape
         schedule = self._schedules.get((rows, local_seq))
@@ -103,16 +102,15 @@ class PipelineRuntime:
         for stage in self._stages.values():
             stage.seq_len = seq_len
 
-        context = {name: tensors[name] for name in ("tokens", "positions")}
         args = (tensors["tokens"],) if 0 in self._stages else ()
-        if self._plan.num_stages - 1 not in self._stages:
-            schedule.step(*args, return_outputs=False, **context)
-            return None
-        losses: list[Tensor] = []
+        losses: list[Tensor] | None = None
+        if self._plan.num_stages - 1 in self._stages:
+            losses = []
+        # Every tensor has rows first: torch cuts all of them on dim 0 into micro-batches.
         schedule.step(
-            *args, target=tensors["labels"], losses=losses, return_outputs=False, **context
+            *args, target=tensors["labels"], losses=losses, return_outputs=False, **tensors
         )
-        return torch.stack([loss.detach() for loss in losses]).sum()
+        return None if losses is None else torch.stack([loss.detach() for loss in losses]).sum()
 
     def _build(self, rows: int, local_seq: int) -> Any:
         num_microbatches = self._plan.num_microbatches
@@ -144,5 +142,6 @@ class PipelineRuntime:
             scale_grads=False,
         )
 
-    def _loss(self, logits: Tensor, labels: Tensor) -> Tensor:
-        return token_cross_entropy_sum(logits, labels) / self._normaliser
+    def _loss(self, loss_sum: Tensor, labels: Tensor) -> Tensor:
+        # The one scale factor of the project. The last stage has used the labels already.
+        return loss_sum / self._normaliser

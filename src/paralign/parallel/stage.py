@@ -1,4 +1,4 @@
-"""One pipeline stage as a module: pieces of a model under their global names, composed by a blueprint."""
+"""One pipeline stage as a module: pieces of a model under their global names."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from paralign.blueprint import Blueprint
+from paralign.loss import token_cross_entropy_sum
 
 
 class _Namespace(nn.Module):
@@ -22,7 +23,8 @@ class _Namespace(nn.Module):
 class Stage(nn.Module):
     """The pieces of one stage, under the same fully qualified names as in the whole model.
 
-    ``named_parameters()`` of all stages together are exactly those of the model, so nobody remaps names.
+    ``named_parameters()`` of all stages together are exactly those of the model, so nobody remaps
+    names.
 
     Args:
         model: The whole model; the pieces are taken over, not copied.
@@ -73,8 +75,9 @@ class Stage(nn.Module):
 
         Shapes (b rows of the micro-batch, S local sequence):
             x: tokens ``[b, S]`` on the first stage, the previous stage's output on the others.
-            batch: ``tokens`` and ``positions``, each ``[b, S]``.
-            returns: the next stage's ``x``; logits ``[b, S, V]`` on the last stage.
+            batch: ``tokens``, ``positions`` and ``labels``, each ``[b, S]``.
+            returns: the next stage's ``x``; on the last stage the sum of token losses, a scalar, so
+                that no logits are kept until the step ends.
         """
         assert self.seq_len is not None
         context = self._blueprint.context(batch, seq_len=self.seq_len)
@@ -85,7 +88,8 @@ class Stage(nn.Module):
         for name in self._layer_names:
             x = self._blueprint.layer(self.get_submodule(name), x, context)
         if self._is_last:
-            return self._blueprint.epilogue(self, x, context)
+            logits = self._blueprint.epilogue(self, x, context)
+            return token_cross_entropy_sum(logits, batch["labels"])
         # gloo cannot send a strided tensor, and a split backward pass cannot start at a view.
         return x.clone(memory_format=torch.contiguous_format) if _is_strided(x) else x
 
@@ -107,7 +111,7 @@ class _ContiguousGradient(torch.autograd.Function):
 
 
 def _contiguous_gradient(x: Tensor) -> Tensor:
-    result: Tensor = _ContiguousGradient.apply(x)
+    result: Tensor = _ContiguousGradient.apply(x)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -151,8 +155,8 @@ def boundary_tensors(
 ) -> list[tuple[Tensor, Tensor]]:
     """Return each stage's input and output as meta tensors, so that no stage runs to find shapes.
 
-    torch's pipelining would otherwise run an extra real forward and backward of every stage at the first
-    step, which fires hooks, moves random streams and counts tokens twice.
+    torch's pipelining would otherwise run an extra real forward and backward of every stage at the
+    first step, which fires hooks, moves random streams and counts tokens twice.
 
     Args:
         skeleton: The whole model on the meta device, in the dtype that stages compute in.
@@ -162,7 +166,7 @@ def boundary_tensors(
         local_seq: Tokens of a row that one rank holds.
     """
     tokens = torch.empty(rows, local_seq, dtype=torch.int64, device="meta")
-    batch = {"tokens": tokens, "positions": tokens}
+    batch = {"tokens": tokens, "positions": tokens, "labels": tokens}
     return list(_walk(skeleton, blueprint, splits, batch, local_seq))
 
 
@@ -183,7 +187,8 @@ def _walk(
                 layer = skeleton.get_submodule(f"{blueprint.layers_name}.{index}")
                 x = blueprint.layer(layer, x, context)
             if number == len(splits) - 1:
-                x = blueprint.epilogue(skeleton, x, context)
+                logits = blueprint.epilogue(skeleton, x, context)
+                x = token_cross_entropy_sum(logits, batch["labels"])
             yield entry, _like(x)
             entry = _like(x)
 

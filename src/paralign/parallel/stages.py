@@ -73,8 +73,8 @@ def split_layers(
 ) -> list[range]:
     """Return the global layer indices of every stage, in model order.
 
-    Without ``layers_per_stage`` the split is as even as it can be; the first stages get one layer more
-    where it does not divide.
+    Without ``layers_per_stage`` the split is as even as it can be; the first stages get one layer
+    more where it does not divide.
     """
     if layers_per_stage is None:
         even, extra = divmod(num_layers, num_stages)

@@ -1,6 +1,7 @@
 """The support table: which plans run as asked, which are repaired, which are refused, and why.
 
-Pure: nothing here needs torch. ``paralign check`` prints what :func:`rules` returns, ``parallelize``
+Pure: nothing here needs torch. ``paralign check`` prints what :func:`rules` returns,
+    ``parallelize``
 obeys it, and ``tests/parallel/test_support.py`` proves every "run" and "repair" row on real ranks.
 Each row's reason is measured; ``docs/engine.md`` has a reproduction for those that are torch's.
 """
@@ -109,7 +110,8 @@ def _micro_batches(plan: Plan) -> Iterator[Rule]:
         rule = "2 * pp" if kind.name == "DualPipeV" else "pp"
         yield _refuse(
             "micro-batches",
-            f"num_microbatches={m} is too few for {kind.name} over axis 'pp' ({pp} ranks): it needs "
+            f"num_microbatches={m} is too few for {kind.name} over axis 'pp' ({pp} ranks): it "
+            "needs "
             f"at least {rule} = {least}.",
             f"Use num_microbatches={least}, or schedule GPipe.",
         )
@@ -119,7 +121,8 @@ def _micro_batches(plan: Plan) -> Iterator[Rule]:
         below, above = max(n for n in legal if n < m), min(n for n in legal if n > m)
         yield _refuse(
             "micro-batches",
-            f"num_microbatches={m} does not divide into {rounds} equal rounds, which {kind.name} needs "
+            f"num_microbatches={m} does not divide into {rounds} equal rounds, which {kind.name} "
+            "needs "
             f"over axis 'pp' ({pp} ranks, {m} // {pp} = {rounds} rounds).",
             f"Use num_microbatches={below} or {above}.",
         )
@@ -150,8 +153,10 @@ def _layers(plan: Plan, num_layers: int) -> Iterator[Rule]:
     if num_layers < stages:
         yield _refuse(
             "layers",
-            f"num_layers={num_layers} is fewer than the {stages} stages of {plan.kind.name} over axis "
-            f"'pp' ({plan.pp} ranks, {plan.num_stages_per_rank} stages each): every stage needs a layer.",
+            f"num_layers={num_layers} is fewer than the {stages} stages of {plan.kind.name} over "
+            "axis "
+            f"'pp' ({plan.pp} ranks, {plan.num_stages_per_rank} stages each): every stage needs a "
+            "layer.",
             f"Use at least {stages} layers, or fewer stages.",
         )
     if listed is None:
@@ -159,14 +164,16 @@ def _layers(plan: Plan, num_layers: int) -> Iterator[Rule]:
     if len(listed) != stages:
         yield _refuse(
             "layers",
-            f"layers_per_stage={list(listed)} has {len(listed)} entries for {stages} stages (axis 'pp' "
+            f"layers_per_stage={list(listed)} has {len(listed)} entries for {stages} stages (axis "
+            "'pp' "
             f"has {plan.pp} ranks, {plan.num_stages_per_rank} stages each).",
             f"List {stages} numbers.",
         )
     elif sum(listed) != num_layers or min(listed) < 1:
         yield _refuse(
             "layers",
-            f"layers_per_stage={list(listed)} sums to {sum(listed)}, and the model has {num_layers} "
+            f"layers_per_stage={list(listed)} sums to {sum(listed)}, and the model has "
+            f"{num_layers} "
             "layers; every entry must be at least 1.",
             f"List numbers of at least 1 that sum to {num_layers}.",
         )
@@ -186,7 +193,8 @@ def _zero_bubble(plan: Plan) -> Iterator[Rule]:
     if not kind.zero_bubble:
         return
     reason = (
-        f"{kind.name} splits the backward pass, and units that are freed between forward and backward "
+        f"{kind.name} splits the backward pass, and units that are freed between forward and "
+        "backward "
         "then get wrong gradients or none: the hooks that would gather them again never fire."
     )
     if plan.reshard_after_forward:
@@ -201,8 +209,8 @@ def _zero_bubble(plan: Plan) -> Iterator[Rule]:
             decision=Decision.REPAIR,
             name="zero-bubble reshard",
             reason=reason,
-            fix="Parameters stay gathered for the whole step (reshard_after_forward=false), which costs "
-            "one unsharded copy of the rank's stages.",
+            fix="Parameters stay gathered for the whole step (reshard_after_forward=false), "
+            "which costs one unsharded copy of the rank's stages.",
         )
     if plan.num_microbatches > 1 and _BITS.get(plan.compute_dtype, 64) < _BITS.get(
         plan.reduce_dtype, 64

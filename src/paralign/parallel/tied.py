@@ -1,8 +1,8 @@
 """Tied parameters: one parameter used by two pieces, wherever the pipeline puts them.
 
-Two uses on one stage stay one ``Parameter`` in one FSDP unit. On different stages each holds a copy that
-starts equal; after every step both gradients become their sum, so that the optimizer moves both copies
-alike::
+Two uses on one stage stay one ``Parameter`` in one FSDP unit. On different stages each holds a copy
+that starts equal; after every step both gradients become their sum, so that the optimizer moves
+both copies alike::
 
     first stage   embedding.weight   grad e  ->  e + h
     last stage    head.weight        grad h  ->  h + e
@@ -52,7 +52,7 @@ class TiedPair:
 
 
 def untie(stages: Mapping[int, Stage], pairs: Sequence[TiedPair]) -> None:
-    """Give each copy of a tied pair its own ``Parameter``: one FSDP root must not see two stages' uses."""
+    """Give each copy its own ``Parameter``: two FSDP roots must not share one."""
     for pair in pairs:
         stage = stages.get(pair.stages[1])
         if stage is None:
@@ -88,7 +88,7 @@ def check_pairs(aliases: Mapping[str, str], owners: Mapping[str, int]) -> None:
 
 
 def take_gradients(parameters: Sequence[nn.Parameter]) -> list[Tensor | None]:
-    """Detach and return the gradients of earlier steps, so that a sum counts this step only once."""
+    """Take away and return the gradients of earlier steps, so that a sum counts only this one."""
     taken = [parameter.grad for parameter in parameters]
     for parameter in parameters:
         parameter.grad = None
@@ -104,8 +104,8 @@ def sum_pair(
     """Replace the gradients of both copies by their sum.
 
     Comm:
-        If the copies are on different pipeline ranks, each sends its shard of the gradient to the other.
-        The sum is bitwise equal on both sides.
+        If the copies are on different pipeline ranks, each sends its shard of the gradient to the
+        other. The sum is bitwise equal on both sides.
 
     Args:
         pair: Which copies.

@@ -43,7 +43,7 @@ class Numerics:
 
 
 def numerics(name: str, config: RunConfig) -> Numerics:
-    """Return the dtypes of a run in ``name``: all alike, but for bfloat16, which keeps fp32 weights."""
+    """Return the dtypes of a run in ``name``; bfloat16 keeps float32 weights."""
     if name != "bfloat16":
         dtype = getattr(torch, name)
         return Numerics(name=name, master=dtype, compute=dtype, reduce=dtype)
@@ -55,8 +55,9 @@ def numerics(name: str, config: RunConfig) -> Numerics:
 def build_pieces(config: RunConfig, dtype: torch.dtype) -> tuple[nn.Module, Blueprint]:
     """Build the model and its blueprint.
 
-    A model of paralign's is built on the meta device: its weights come from :func:`init_rule`. A user's
-    own is built for real, from the config's seed, because its buffers would be lost otherwise.
+    A model of paralign's is built on the meta device: its weights come from :func:`init_rule`. A
+    user's own is built for real, from the config's seed, because its buffers would be lost
+    otherwise.
     """
     if config.model.name is None:
         torch.manual_seed(config.align.seed)
@@ -80,9 +81,9 @@ def init_rule(config: RunConfig, blueprint: Blueprint) -> InitRule:
 
 
 def initialise_whole(model: nn.Module, rule: InitRule, *, seed: int) -> nn.Module:
-    """Give a whole model on the meta device, or a real one, the initial values that shards would get."""
+    """Give a whole model, on the meta device or real, the initial values its shards would get."""
     if any(parameter.is_meta for parameter in model.parameters()):
-        model.to_empty(device="cpu")
+        _allocate(model)
     for name, parameter in model.named_parameters():
         shape = tuple(parameter.shape)
         fill_(
@@ -94,6 +95,18 @@ def initialise_whole(model: nn.Module, rule: InitRule, *, seed: int) -> nn.Modul
             offsets=(0,) * len(shape),
         )
     return model
+
+
+def _allocate(model: nn.Module) -> None:
+    """Give a model on the meta device memory. Unlike ``to_empty``, tied parameters stay tied."""
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for leaf, parameter in module._parameters.items():
+            if parameter is not None:
+                if id(parameter) not in made:
+                    empty = torch.empty_like(parameter, device="cpu")
+                    made[id(parameter)] = nn.Parameter(empty, parameter.requires_grad)
+                setattr(module, leaf, made[id(parameter)])
 
 
 def build_optimizer(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from paralign.config.run import RunConfig
 from paralign.mesh import build_mesh
@@ -22,14 +23,29 @@ from paralign.prove.build import (
 from paralign.prove.steps import Run, record_steps
 
 
-def build_program(config: RunConfig, precision: Numerics) -> Program:
-    """Build this rank's part of the run that ``config`` describes. Collective over the world."""
-    degrees = config.mesh.degrees
-    mesh = build_mesh(degrees, config.device)
+def build_program(
+    config: RunConfig,
+    precision: Numerics,
+    *,
+    mesh: DeviceMesh | None = None,
+    prepare: Callable[[nn.Module], None] | None = None,
+) -> Program:
+    """Build this rank's part of the run that ``config`` describes. Collective over the world.
+
+    Args:
+        config: The run.
+        precision: Dtypes of the run.
+        mesh: The mesh; None: it is built here.
+        prepare: Called with the whole model before it is cut, to freeze parameters for example.
+    """
+    if mesh is None:
+        mesh = build_mesh(config.mesh.degrees, config.device)
     model, blueprint = build_pieces(config, precision.master)
     rule = init_rule(config, blueprint)
     if not any(parameter.is_meta for parameter in model.parameters()):
         initialise_whole(model, rule, seed=config.align.seed)
+    if prepare is not None:
+        prepare(model)
     pipeline, fsdp, context = build_plans(config)
     return parallelize(
         model,

@@ -1,7 +1,7 @@
 """The run that everything is compared with: one device, the model's own ``forward``, plain torch.
 
-Nothing parallel is imported here. The whole global batch goes through in chunks of rows, each weighted
-by the global number of valid tokens, so that memory is that of a micro-batch.
+Nothing parallel is imported here. The whole global batch goes through in chunks of rows, each
+weighted by the global number of valid tokens, so that memory is that of a micro-batch.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ def run_reference(
 class ReferenceStep:
     """Forward and backward of a whole batch on one device, in chunks of rows.
 
-    With ``compute`` below ``master``, each chunk runs through a copy of the model in the compute dtype and
-    its gradients are added in the reduce dtype to the master weights', which is the arithmetic that
-    sharded mixed precision stands for.
+    With ``compute`` below ``master``, each chunk runs through a copy of the model in the compute
+    dtype and its gradients are added in the reduce dtype to the master weights', which is the
+    arithmetic that sharded mixed precision stands for.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class ReferenceStep:
         for chunk in self._chunks(batch):
             logits = self._blueprint.forward(self._working, chunk)
             loss = token_cross_entropy_sum(logits, chunk["labels"]) / num_tokens
-            loss.backward()
+            torch.autograd.backward(loss)
             total += loss.detach()
             if self._working is not self._model:
                 self._take_gradients(sums)

@@ -29,13 +29,13 @@ def align(
 ) -> Any:
     """Run ``config`` on one device and in parallel, and compare the two, tensor by tensor.
 
-    Starts local ranks, or uses the ranks that torchrun has started; then every rank calls it and gets
-    the same verdict.
+    Starts local ranks, or uses the ranks that torchrun has started; then every rank calls it and
+    gets the same verdict.
 
     Args:
         config: The run.
-        trace: Folder to keep the traces in: ``reference``, ``parallel`` and, for dtypes below float64,
-            ``truth``. None: they are deleted.
+        trace: Folder to keep the traces in: ``reference``, ``parallel`` and, for dtypes below
+            float64, ``truth``. None: they are deleted.
         timeout: Seconds without progress after which a run counts as hung.
         progress: Told what is going on.
 
@@ -49,9 +49,7 @@ def align(
     say = progress or (lambda text: None)
     world = current_world()
     if world is not None:
-        with join_world(
-            config.device, timeout=timeout, describe=config.mesh.degrees.describe_rank
-        ):
+        with join_world(config.device, timeout=timeout, describe=config.mesh.degrees.describe_rank):
             return _align_in_world(config, trace, world)
     with _local_folder(trace) as folder:
         return _align_locally(config, folder, timeout, say)
@@ -67,7 +65,7 @@ def dtype_of(config: RunConfig) -> str:
 
 
 def check_plan(config: RunConfig, dtype: str) -> None:
-    """Raise ``ScheduleError`` if the support table refuses the plan in the dtype that is compared."""
+    """Raise ``ScheduleError`` if the plan is refused in the dtype that is compared."""
     reduce = "float32" if dtype == "bfloat16" else dtype
     plan = replace(plan_of(config), compute_dtype=dtype, reduce_dtype=reduce)
     if refused := problems(plan):
@@ -198,7 +196,8 @@ def _shared_folder(trace: str | Path | None, world: World, stack: ExitStack) -> 
     if not all(sees):
         blind = [str(rank) for rank, seen in enumerate(sees) if not seen]
         raise ConfigError(
-            f"trace={str(folder)!r} on rank 0 is not a folder that ranks {', '.join(blind)} can see. Give "
+            f"trace={str(folder)!r} on rank 0 is not a folder that ranks {', '.join(blind)} can "
+            "see. Give "
             "--trace a folder on a file system that all machines share."
         )
     return folder

@@ -1,4 +1,4 @@
-"""The training loop that both runs share, recorded: same data, same optimizer, same order of calls."""
+"""The recorded training loop that both runs share: same data, optimizer and order of calls."""
 
 from __future__ import annotations
 

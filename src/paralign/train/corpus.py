@@ -85,21 +85,22 @@ def _list_path(source: str, path: Path) -> tuple[Path, list[tuple[str, int]]]:
         status = path.stat()
         if stat.S_ISDIR(status.st_mode):
             return path, sorted(_walk(source, path))
-        with path.open("rb"):  # a file that cannot be opened is found before a rank starts
-            pass
+        if not stat.S_ISREG(status.st_mode):  # before opening: a pipe would wait for a writer
+            raise DataError(
+                f"data.source={source!r} is neither a file nor a folder. "
+                "Give a text file or folder, or stdlib."
+            )
+        with path.open("rb"):  # one that cannot be opened is found before a rank starts
+            return path.parent, [(path.name, status.st_size)]
     except FileNotFoundError:
         raise DataError(
             f"data.source={source!r}: there is no such file or folder (looked in {Path.cwd()}). "
             "Give the path of a text file or folder, or stdlib."
         ) from None
+    except DataError:
+        raise
     except (OSError, ValueError) as error:
         raise DataError(_unreadable(source, path, error)) from None
-    if not stat.S_ISREG(status.st_mode):
-        raise DataError(
-            f"data.source={source!r} is neither a file nor a folder. "
-            "Give a text file or folder, or stdlib."
-        )
-    return path.parent, [(path.name, status.st_size)]
 
 
 def _walk(source: str, root: Path, *, suffix: str = "") -> Iterator[tuple[str, int]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import pytest
 import torch
 from torch import Tensor
@@ -12,7 +14,9 @@ from paralign.models.llama.presets import LlamaConfig
 from tests.models.helpers import attend, batch, linear, rms_norm, swiglu, take, tiny, turn
 
 
-def formula(config: LlamaConfig, p: dict[str, Tensor], tokens: Tensor, positions: Tensor) -> Tensor:
+def formula(
+    config: LlamaConfig, p: Mapping[str, Tensor], tokens: Tensor, positions: Tensor
+) -> Tensor:
     x = p["embedding.weight"][tokens]
     groups = config.num_heads // config.num_kv_heads
     for index in range(config.num_layers):

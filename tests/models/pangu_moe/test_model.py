@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
@@ -10,11 +11,14 @@ from torch import Tensor
 
 from paralign.errors import ConfigError
 from paralign.models.pangu_moe.model import PanguMoe
-from paralign.models.pangu_moe.presets import PanguMoeConfig, tiny as tiny_config
+from paralign.models.pangu_moe.presets import PanguMoeConfig
+from paralign.models.pangu_moe.presets import tiny as tiny_config
 from tests.models.helpers import attend, batch, linear, rms_norm, swiglu, take, tiny, turn
 
 
-def attention(c: PanguMoeConfig, p: dict[str, Tensor], at: str, h: Tensor, where: Tensor) -> Tensor:
+def attention(
+    c: PanguMoeConfig, p: Mapping[str, Tensor], at: str, h: Tensor, where: Tensor
+) -> Tensor:
     heads, nope, rope = c.num_heads, c.qk_nope_head_dim, c.qk_rope_head_dim
     q_latent = rms_norm(linear(h, p, f"{at}.q_down"), p[f"{at}.q_norm.weight"], c.norm_eps)
     q = linear(q_latent, p, f"{at}.q_up").unflatten(-1, (heads, nope + rope))
@@ -27,7 +31,9 @@ def attention(c: PanguMoeConfig, p: dict[str, Tensor], at: str, h: Tensor, where
     return linear(attend(q, k, kv[..., nope:]), p, f"{at}.out")
 
 
-def formula(c: PanguMoeConfig, p: dict[str, Tensor], tokens: Tensor, positions: Tensor) -> Tensor:
+def formula(
+    c: PanguMoeConfig, p: Mapping[str, Tensor], tokens: Tensor, positions: Tensor
+) -> Tensor:
     x = p["embedding.weight"][tokens]
     for index in range(c.num_layers):
         at = f"layers.{index}"
@@ -121,6 +127,6 @@ def test_a_config_that_breaks_a_rule_is_refused():
     with pytest.raises(ConfigError) as error:
         PanguMoe(replace(tiny_config(), qk_rope_head_dim=7))
     assert str(error.value) == (
-        "cannot build a pangu_moe model: qk_rope_head_dim=7 must be even, since rotary positions turn "
-        "pairs of features. Use qk_rope_head_dim=8."
+        "cannot build a pangu_moe model: qk_rope_head_dim=7 must be even, since rotary positions "
+        "turn pairs of features. Use qk_rope_head_dim=8."
     )

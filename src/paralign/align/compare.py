@@ -1,0 +1,252 @@
+"""Compare two recorded runs: is the parallel one the same training run as the reference?
+
+Causal order: facts of the run, initial parameters, loss and valid tokens, gradients, gradient norm, then
+moments, updates and parameters after the step; then the next step. The first thing out of budget is explained.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from paralign.align.budget import EPS, Budget, Yardstick
+from paralign.align.explain import explain_tensors
+from paralign.align.facts import fact_findings, fact_notes
+from paralign.align.judge import Compared, Judge
+from paralign.align.pair import Moment, Side
+from paralign.align.scalar_rows import ScalarJudge, explain_scalar
+from paralign.align.trace import Kind
+from paralign.align.trace_reader import TraceReader
+from paralign.align.verdict import (
+    ALIGNED,
+    INCONCLUSIVE,
+    MISALIGNED,
+    Coverage,
+    Finding,
+    Report,
+    TensorRow,
+)
+from paralign.errors import ConfigError
+
+
+def compare(
+    reference: str | Path,
+    parallel: str | Path,
+    *,
+    truth: str | Path | None = None,
+    allow_skipped: bool = False,
+    config: Any = None,
+) -> Report:
+    """Compare the traces of two runs.
+
+    Args:
+        reference: Trace folder of the run to be equal to, on any mesh.
+        parallel: Trace folder of the run under test, on any mesh.
+        truth: Trace folder of the reference run in fp64, from the same weights and data. Then a run in
+            fp32 or bf16 may be no further from it than a small multiple of the reference's own distance.
+            Without it the budget of such runs is a measured table, and the report says *uncalibrated*.
+        allow_skipped: Let what could not be compared not stand against ``aligned``.
+        config: Anything JSON can hold, put into the report.
+
+    Raises:
+        TraceError: A folder is not a complete trace.
+        ConfigError: The truth is not an fp64 run, or there is one although the run is in fp64.
+    """
+    begin = time.perf_counter()
+    with ExitStack() as stack:
+        ours = stack.enter_context(TraceReader(reference))
+        theirs = stack.enter_context(TraceReader(parallel))
+        exact = None if truth is None else stack.enter_context(TraceReader(truth))
+        budget = _budget(theirs, exact)
+        report = _Comparison(ours, theirs, exact, budget, allow_skipped).report()
+    report.config = config
+    report.timings["compare_s"] = time.perf_counter() - begin
+    return report
+
+
+class _Comparison:
+    def __init__(
+        self,
+        reference: TraceReader,
+        parallel: TraceReader,
+        truth: TraceReader | None,
+        budget: Budget,
+        allow_skipped: bool,
+    ) -> None:
+        self._reference = reference
+        self._parallel = parallel
+        self._budget = budget
+        self._allow_skipped = allow_skipped
+        traces = [trace for trace in (reference, parallel, truth) if trace is not None]
+        self._steps = [
+            step
+            for step in reference.facts.steps
+            if all(step in trace.facts.steps for trace in traces)
+        ]
+        self._judge = Judge(
+            Side(reference),
+            Side(parallel),
+            None if truth is None else Side(truth),
+            budget,
+            self._steps,
+        )
+        self._scalars = ScalarJudge(reference, parallel, truth, budget, self._steps)
+
+    def report(self) -> Report:
+        self._judge.run()
+        self._scalars.run()
+        facts = fact_findings(self._reference, self._parallel)
+        rows = self._rows()
+        coverage = self._coverage()
+        findings = [*facts, *self._explain()]
+        verdict, why = self._decide(rows, coverage, facts)
+        gated = [row for row in rows if row.budget_eps is not None and row.kind != Kind.PARAM]
+        return Report(
+            verdict=verdict,
+            why=why,
+            dtype=self._budget.dtype,
+            yardstick=str(self._budget.yardstick),
+            mesh=_mesh(self._parallel),
+            loss=self._scalars.loss,
+            coverage=coverage,
+            worst=max(gated, key=lambda row: (row.strain, row.eps), default=None),
+            tensors=rows,
+            findings=findings,
+            notes=fact_notes(self._reference, self._parallel),
+        )
+
+    def _rows(self) -> list[TensorRow]:
+        """All rows in causal order; within a moment in the order of the model."""
+        items = [(item.moment, item.row) for item in self._judge.compared]
+        items += self._scalars.rows
+        return [row for _, row in sorted(items, key=lambda item: item[0])]
+
+    def _coverage(self) -> Coverage:
+        skipped = [*self._scalars.skipped, *self._judge.skipped]
+        for side, trace in (("reference", self._reference), ("parallel run", self._parallel)):
+            skipped += [
+                {"name": f"step {step}", "why": f"recorded only in the {side}"}
+                for step in trace.facts.steps
+                if step not in self._steps
+            ]
+            skipped += [
+                {"name": item["name"], "why": f"not recorded by rank {index.rank}: {item['why']}"}
+                for index in trace.ranks
+                for item in index.not_recorded
+            ]
+        names = self._judge.names
+        left_out = {item["name"] for item in self._judge.skipped}
+        seen = {item.row.name for item in self._judge.compared} | self._judge.without_gradient
+        compared = seen - left_out
+        coverage = Coverage(
+            parameters=len(names),
+            compared=len(compared),
+            elements=sum(names[name] for name in compared),
+            skipped=list({tuple(item.items()): item for item in skipped}.values()),
+        )
+        coverage.paired["placement"] = len(compared)
+        return coverage
+
+    def _decide(
+        self, rows: list[TensorRow], coverage: Coverage, facts: list[Finding]
+    ) -> tuple[str, str]:
+        measured = [row for row in rows if row.kind != Kind.PARAM and row.budget_eps is not None]
+        other_start = [row for row in rows if row.kind == Kind.PARAM and not row.ok]
+        failing = [row for row in measured if not row.ok]
+        if other_start:
+            return INCONCLUSIVE, (
+                f"the runs start from different weights: {len(other_start)} of {coverage.parameters} "
+                f"parameters differ, first {other_start[0].name}"
+            )
+        if self._judge.reference_problems:
+            return INCONCLUSIVE, self._judge.reference_problems[0]
+        if failing:
+            return MISALIGNED, f"first out of budget: {_describe(failing[0])}"
+        if facts:
+            return MISALIGNED, f"the runs are configured differently: {facts[0].fix}"
+        if not measured:
+            return INCONCLUSIVE, "nothing was compared: " + (
+                coverage.skipped[0]["why"] if coverage.skipped else "the traces hold no common step"
+            )
+        if not coverage.is_full and not self._allow_skipped:
+            first = coverage.skipped[0]
+            return INCONCLUSIVE, (
+                f"{len(coverage.skipped)} things were not compared, first {first['name']}: {first['why']}"
+            )
+        return ALIGNED, self._why_aligned(rows, measured)
+
+    def _why_aligned(self, rows: list[TensorRow], measured: list[TensorRow]) -> str:
+        worst = max(measured, key=lambda row: row.strain)
+        elements = sum(self._judge.names.values())
+        text = (
+            f"{elements:,} elements in {len(measured)} comparisons, all within budget; closest to it "
+            f"{_describe(worst)}"
+        )
+        listed = [row for row in rows if row.budget_eps is None]
+        if self._budget.yardstick is Yardstick.UNCALIBRATED:
+            text += "; the budget is an uncalibrated table: give the fp64 run as truth for a measured one"
+        if listed:
+            text += f"; {len(listed)} listed, not gated"
+        return text
+
+    def _explain(self) -> list[Finding]:
+        """Explain the first failing moment, scalars and tensors alike."""
+        tensors = [item for item in self._judge.compared if not item.row.ok]
+        scalars = [(moment, row) for moment, row in self._scalars.rows if not row.ok]
+        moments: list[Moment] = [item.moment for item in tensors]
+        moments += [moment for moment, _ in scalars]
+        if not moments:
+            return []
+        first = min(moments)
+        sizes = _sizes(self._parallel)
+        for moment, row in scalars:
+            if moment == first:
+                return [explain_scalar(row, sizes)]
+        chosen: list[Compared] = [item for item in tensors if item.moment == first]
+        owners = {name: owner for index in self._parallel.ranks for name, owner in index.modules.items()}
+        return explain_tensors(chosen, sizes, owners)
+
+
+def _budget(parallel: TraceReader, truth: TraceReader | None) -> Budget:
+    dtype = str(parallel.facts.run.get("compute_dtype"))
+    if dtype not in EPS:
+        raise ConfigError(
+            f"{parallel.directory}: compute_dtype={dtype!r} is not one of {', '.join(EPS)}. "
+            "Name it with pa.record(..., facts={'compute_dtype': ...})."
+        )
+    if truth is None:
+        fixed = dtype == "float64"
+        return Budget(dtype, Yardstick.FP64 if fixed else Yardstick.UNCALIBRATED)
+    if dtype == "float64":
+        raise ConfigError(
+            f"truth={str(truth.directory)!r} is for runs in fp32 or bf16; this one is in fp64, where the "
+            "reference is exact enough. Leave truth out."
+        )
+    if truth.facts.run.get("compute_dtype") != "float64":
+        raise ConfigError(
+            f"truth={str(truth.directory)!r} was computed in {truth.facts.run.get('compute_dtype')}. "
+            "Record the reference run in float64 for it."
+        )
+    return Budget(dtype, Yardstick.TRUTH)
+
+
+def _describe(row: TensorRow) -> str:
+    return (
+        f"{row.kind} {row.label} at step {row.step}, {row.eps:.3g} eps of a budget of "
+        f"{row.budget_eps:.3g}"
+    )
+
+
+def _mesh(trace: TraceReader) -> dict[str, int]:
+    return {axis: len(ranks) for axis, ranks in trace.ranks[0].axes.items()}
+
+
+def _sizes(trace: TraceReader) -> dict[str, int]:
+    """Return what a wrong factor could come from: axes and the number of micro-batches."""
+    sizes = _mesh(trace)
+    num_microbatches = trace.facts.run.get("num_microbatches")
+    if isinstance(num_microbatches, int):
+        sizes["num_microbatches"] = num_microbatches
+    return sizes

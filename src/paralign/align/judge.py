@@ -1,0 +1,276 @@
+"""Compare every tensor of two traces, in causal order, and hold each against its budget."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from paralign.align.budget import EPS, Budget, Yardstick
+from paralign.align.measure import Measured, are_bitwise_equal, measure
+from paralign.align.pair import UPDATE, Moment, Quantity, Side
+from paralign.align.trace import Kind
+from paralign.align.verdict import EXACT, ORDINARY, ZERO_IN_THEORY, TensorRow
+
+
+@dataclass
+class Compared:
+    """A row with what it was measured from, so that a hypothesis can be tested on the numbers."""
+
+    moment: Moment
+    row: TensorRow
+    side: Quantity
+    base: Quantity
+    measured: Measured
+    tolerance: float | None
+    """Relative; None: not gated."""
+
+    def relative_if(self, factor: float) -> float:
+        """Return the relative error left if the base is multiplied by ``factor`` first."""
+        return measure(self.side, self.base, factor=factor).total.relative / abs(factor)
+
+
+@dataclass
+class _Pair:
+    name: str
+    side: Quantity
+    reference: Quantity
+    base: Quantity
+    measured: Measured
+    own: float | None = None
+    """The reference's distance from the truth."""
+
+
+class Judge:
+    """Measures and judges all tensors that both sides recorded.
+
+    Args:
+        reference: The run to be equal to.
+        parallel: The run under test.
+        truth: An fp64 run of the same weights and data, or None.
+        budget: The tolerances.
+        steps: The steps that both sides recorded.
+    """
+
+    def __init__(
+        self,
+        reference: Side,
+        parallel: Side,
+        truth: Side | None,
+        budget: Budget,
+        steps: Sequence[int],
+    ) -> None:
+        self._reference = reference
+        self._parallel = parallel
+        self._truth = truth
+        self._budget = budget
+        self._steps = steps
+        self.compared: list[Compared] = []
+        self.skipped: list[dict[str, str]] = []
+        self.reference_problems: list[str] = []
+        self.names: dict[str, int] = {}
+        """Every parameter seen and its number of elements."""
+        self.without_gradient: set[str] = set()
+        self._zero_names: set[str] = set()
+        self._global_norm: dict[int, float] = {}
+        self._parameter_norm: dict[tuple[int, str], tuple[float, float]] = {}
+
+    def run(self) -> None:
+        """Compare everything; fills the public attributes."""
+        ours, theirs = set(self._reference.moments()), set(self._parallel.moments())
+        for moment in self._ordered(ours | theirs):
+            missing = [
+                side
+                for side, has in (("reference", moment in ours), ("parallel run", moment in theirs))
+                if not has
+            ]
+            if missing:
+                self._skip(str(moment), f"not recorded in the {missing[0]}")
+            elif moment.kind == Kind.PARAM:
+                self._compare_initial(moment)
+            else:
+                pairs = list(self._pairs(moment))
+                if moment.kind == Kind.GRAD:
+                    self._note_zero_in_theory(moment, pairs)
+                self._judge(moment, pairs)
+        self.compared.sort(key=lambda item: item.moment)
+
+    def _ordered(self, moments: Iterable[Moment]) -> list[Moment]:
+        """Within a step parameters come before updates, whose budget needs their norms."""
+
+        def key(moment: Moment) -> tuple[int, bool, Moment]:
+            return moment.step, moment.kind == UPDATE, moment
+
+        return sorted((moment for moment in moments if moment.step in self._steps), key=key)
+
+    def _pairs(self, moment: Moment) -> Iterator[_Pair]:
+        for name in self._all_names(moment):
+            sides = self._complete(moment, name)
+            if sides is None:
+                continue
+            side, reference, base = sides
+            if not side.is_present and not reference.is_present:
+                self.without_gradient.add(name)  # frozen or unused on both sides: equal
+                continue
+            own = None
+            if self._truth is not None:
+                own = measure(reference, base).total.relative
+            self._check_reference_replicas(moment, name, reference)
+            yield _Pair(name, side, reference, base, measure(side, base), own)
+
+    def _all_names(self, moment: Moment) -> list[str]:
+        names = [*self._reference.names(moment), *self._parallel.names(moment)]
+        return list(dict.fromkeys(names))
+
+    def _complete(self, moment: Moment, name: str) -> tuple[Quantity, Quantity, Quantity] | None:
+        """Return the parallel quantity, the reference's and the base, or note why there are not all."""
+        roles = [("parallel run", self._parallel), ("reference", self._reference)]
+        if self._truth is not None:
+            roles.append(("truth", self._truth))
+        quantities: list[Quantity] = []
+        for role, side in roles:
+            quantity = side.quantity(moment, name)
+            if quantity is None:
+                self.names.setdefault(name, 0)
+                self._skip(name, f"{moment}: not in the {role}")
+                return None
+            quantities.append(quantity)
+            self.names.setdefault(name, math.prod(quantity.shape))
+            if quantity.problems:
+                self._skip(name, f"{moment}: {'; '.join(quantity.problems)} ({role})")
+                return None
+        shapes = {quantity.shape for quantity in quantities}
+        if len(shapes) > 1:
+            told = ", ".join(
+                f"{list(quantity.shape)} in the {role}"
+                for (role, _), quantity in zip(roles, quantities, strict=True)
+            )
+            self._skip(name, f"{moment}: shape {told}")
+            return None
+        return quantities[0], quantities[1], quantities[-1]
+
+    def _compare_initial(self, moment: Moment) -> None:
+        for name in self._all_names(moment):
+            sides = self._complete(moment, name)
+            if sides is None:
+                continue
+            side, reference, base = sides
+            equal = are_bitwise_equal(side, reference) and (
+                self._truth is None or are_bitwise_equal(base, reference)
+            )
+            measured = Measured() if equal else measure(side, reference)
+            row = self._row(moment, name, measured, EXACT, 0.0, self._budget.eps)
+            row.ok = equal
+            if equal:
+                row.cosine = row.scale = 1.0
+            item = Compared(moment, row, side, reference, measured, 0.0)
+            self.compared.append(item)
+
+    def _check_reference_replicas(
+        self, moment: Moment, name: str, reference: Quantity
+    ) -> None:
+        """A reference whose own replicas disagree cannot be what a run is held against."""
+        if all(len(pieces) == 1 for pieces in reference.replicas.values()):
+            return
+        spread = measure(reference, reference).total.relative
+        limit = self._budget.tensor(after_step=True, own=0.0) or 1e3 * self._budget.eps
+        if not spread <= limit:
+            self.reference_problems.append(
+                f"{moment}: the reference's own replicas of {name} differ by {spread:.1e}"
+            )
+
+    def _note_zero_in_theory(self, moment: Moment, pairs: Sequence[_Pair]) -> None:
+        own_names = set((self._truth or self._reference).names(moment))
+        norms = [pair.measured.total.base for pair in pairs if pair.name in own_names]
+        self._global_norm[moment.step] = math.hypot(*norms)
+        # A truth is exact enough to tell a small gradient from none; a reference is as exact as its dtype.
+        eps = EPS["float64"] if self._truth is not None else self._budget.eps
+        limit = eps * self._global_norm[moment.step]
+        self._zero_names |= {pair.name for pair in pairs if pair.measured.total.base <= limit}
+
+    def _judge(self, moment: Moment, pairs: Sequence[_Pair]) -> None:
+        ordinary = [pair for pair in pairs if pair.name not in self._zero_names]
+        others = [pair.own for pair in ordinary if pair.own is not None]
+        for pair in pairs:
+            is_zero = pair.name in self._zero_names
+            if is_zero and moment.kind == Kind.GRAD:
+                item = self._judge_zero(moment, pair)
+            else:
+                tolerance = None if is_zero else self._tolerance(moment, pair, others)
+                category = ZERO_IN_THEORY if is_zero else ORDINARY
+                row = self._row(
+                    moment, pair.name, pair.measured, category, tolerance, self._budget.eps
+                )
+                item = Compared(moment, row, pair.side, pair.base, pair.measured, tolerance)
+            self.compared.append(item)
+            if moment.kind == Kind.PARAM_AFTER:
+                stored = EPS.get(_dtype(pair.side), self._budget.eps)
+                norm = pair.measured.total.base
+                self._parameter_norm[moment.step, pair.name] = (norm, stored)
+
+    def _judge_zero(self, moment: Moment, pair: _Pair) -> Compared:
+        """The absolute rule: the error in eps of the global gradient norm."""
+        unit = self._budget.zero_in_theory(self._global_norm[moment.step])
+        error = pair.measured.total
+        row = self._row(moment, pair.name, pair.measured, ZERO_IN_THEORY, None, self._budget.eps)
+        absolute = math.nan if error.nonfinite else error.error
+        row.eps = absolute / unit if unit else (0.0 if absolute == 0.0 else math.inf)
+        row.budget_eps = 1.0
+        row.ok = row.eps <= 1.0
+        return Compared(moment, row, pair.side, pair.base, pair.measured, None)
+
+    def _tolerance(
+        self, moment: Moment, pair: _Pair, others: Sequence[float]
+    ) -> float | None:
+        after = moment.step > min(self._steps) or moment.kind in (UPDATE, Kind.PARAM_AFTER)
+        if self._budget.yardstick is Yardstick.FP64:
+            after |= moment.kind == Kind.MOMENT
+        tolerance = self._budget.tensor(after_step=after, own=pair.own, others=others)
+        if tolerance is not None and moment.kind == UPDATE:
+            parameter, stored = self._parameter_norm.get((moment.step, pair.name), (0.0, 0.0))
+            update = pair.measured.total.base
+            tolerance += self._budget.update_rounding(parameter, update, stored)
+        return tolerance
+
+    def _row(
+        self,
+        moment: Moment,
+        name: str,
+        measured: Measured,
+        category: str,
+        tolerance: float | None,
+        eps: float,
+    ) -> TensorRow:
+        total = measured.total
+        relative = total.relative
+        row = TensorRow(
+            kind=moment.kind,
+            name=name,
+            step=moment.step,
+            rel_l2=relative,
+            eps=relative / eps,
+            budget_eps=None if tolerance is None else tolerance / eps,
+            cosine=total.cosine,
+            scale=total.scale,
+            worst_index=total.worst_index,
+            ok=tolerance is None or relative <= tolerance,
+            state=moment.state or None,
+            category=category,
+            worst_values=total.worst_values,
+            share_beyond=total.beyond / total.elements if total.elements else 0.0,
+        )
+        if not row.ok and tolerance is not None:
+            limit = tolerance * total.base
+            row.ranks_off = [
+                rank
+                for rank, part in sorted(measured.by_rank.items())
+                if part.nonfinite or not part.error <= limit
+            ]
+        return row
+
+    def _skip(self, name: str, why: str) -> None:
+        self.skipped.append({"name": name, "why": why})
+
+
+def _dtype(quantity: Quantity) -> str:
+    return quantity.pieces[0].terms[0][1].dtype

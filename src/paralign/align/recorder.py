@@ -1,0 +1,381 @@
+"""The state of one recording: which step it is, whether its gradients were taken, where they go.
+
+A step begins with ``start`` or with the end of the step before. Its gradients are taken once, at the first
+of: ``gradients()``, a clipping call, the entry of ``optimizer.step()``. It ends when every optimizer has
+stepped; the parameters and the optimizer's state are taken then.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from paralign.align.names import NamedParameter, NameRule, named_parameters
+from paralign.align.placements import RankAxes, is_dtensor
+from paralign.align.states import describe_optimizer, parameter_state
+from paralign.align.trace import Facts, Kind, RankIndex, ScalarEntry, TensorEntry
+from paralign.align.trace_writer import TraceWriter, dtype_name, prepare_folder
+from paralign.align.watch import StepWatch
+from paralign.errors import ConfigError, TraceError
+
+
+class Recorder:
+    """Records one run; made by :func:`paralign.align.record.record`, which explains the arguments.
+
+    Comm:
+        ``start`` broadcasts one number over the default process group, so every rank must record.
+        Nothing else communicates, but for a DTensor given as loss or norm.
+    """
+
+    def __init__(
+        self,
+        directory: str | Path,
+        modules: Sequence[nn.Module],
+        *,
+        mesh: Any,
+        optimizer: Any,
+        steps: int,
+        start: int,
+        what: tuple[str, ...],
+        names: NameRule,
+        stages: Sequence[int] | None,
+        facts: dict[str, Any],
+        alone: bool,
+    ) -> None:
+        self.directory = Path(directory)
+        self._what = what
+        self._first, self._stop_at = start, start + steps
+        self._facts = facts
+        in_group = dist.is_available() and dist.is_initialized() and not alone
+        self._rank = dist.get_rank() if in_group else 0
+        self._world_size = dist.get_world_size() if in_group else 1
+        self._parameters = named_parameters(modules, names, holds_all=self._world_size == 1)
+        self._axes = RankAxes(mesh)
+        self._stages = None if stages is None else list(stages)
+        if optimizer is None or isinstance(optimizer, list | tuple):
+            self._optimizers = optimizer
+        else:
+            self._optimizers = [optimizer]
+        self._watch = StepWatch(
+            [named.parameter for named in self._parameters],
+            self._optimizers,
+            on_gradients=self._gradients_in_use,
+            on_norm=self._norm_in_use,
+            on_step_begin=self._step_begins,
+            on_step_end=self._step_ends,
+        )
+        self._writer: TraceWriter | None = None
+        self._finished = False
+        self._step = 0
+        # Of the step in progress: were its gradients taken, which optimizers have stepped.
+        self._captured = False
+        self._stepped: list[Any] = []
+        self._norm_reported = False
+
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes that this rank will need on disk, without what the optimizer holds."""
+        local = sum(_local_bytes(named.parameter) for named in self._parameters)
+        steps = self._stop_at - self._first
+        return local * (("params" in self._what) * (steps + 1) + ("grads" in self._what) * steps)
+
+    def start(self) -> Recorder:
+        """Prepare the folder, take the initial parameters and begin to watch.
+
+        Raises:
+            TraceError: The folder holds something else than a trace, or recording has begun before.
+        """
+        if self._writer is not None:
+            raise TraceError(f"{self.directory}: this recorder was started before; make a new one.")
+        index = RankIndex(self._rank, self._world_size, self._begin_folder())
+        index.stages = self._stages
+        index.modules = {named.name: named.owner_info() for named in self._parameters}
+        self._writer = TraceWriter(self.directory, index)
+        self._watch.start()
+        self._step_is_next()
+        return self
+
+    def loss(
+        self,
+        value: float | Tensor,
+        *,
+        tokens: int | Tensor | None = None,
+        reduction: str = "sum",
+        scope: str = "local",
+    ) -> None:
+        """Report a loss of the step in progress, before ``optimizer.step()`` ends it.
+
+        Args:
+            value: The loss.
+            tokens: Number of valid label tokens it was computed from.
+            reduction: ``sum`` or ``mean`` over these tokens.
+            scope: ``local``: a part (this rank's, or one micro-batch's); the parts of all ranks and calls
+                are added up. ``global``: the loss of the whole step.
+
+        Raises:
+            ConfigError: A local mean without its tokens, or an unknown reduction or scope.
+        """
+        problems = []
+        if reduction not in ("sum", "mean"):
+            problems.append(f"reduction={reduction!r} must be 'sum' or 'mean'")
+        if scope not in ("local", "global"):
+            problems.append(f"scope={scope!r} must be 'local' or 'global'")
+        if scope == "local" and reduction == "mean" and tokens is None:
+            problems.append(
+                "a local mean cannot be added up without its weight. Pass tokens=number of valid labels"
+            )
+        if problems:
+            raise ConfigError.from_problems("rec.loss cannot take this", problems)
+        if self._recording() and "loss" in self._what:
+            same = ("tp",) if "tp" in self._axes.groups else ()
+            count = None if tokens is None else int(tokens)
+            self._open_writer().scalar(
+                ScalarEntry("loss", self._step, _number(value), count, reduction, scope, same)
+            )
+
+    def norm(self, value: float | Tensor) -> None:
+        """Report the gradient norm of the step in progress.
+
+        torch's clipping is seen without it. What is reported here counts instead of what was seen: a
+        stage's own norm, say, before it was summed over the pipeline.
+        """
+        if self._recording() and "norm" in self._what:
+            scalars = self._open_writer().index.scalars
+            scalars[:] = [
+                entry
+                for entry in scalars
+                if self._norm_reported or (entry.kind, entry.step) != ("norm", self._step)
+            ]
+            self._norm_reported = True
+            scalars.append(ScalarEntry("norm", self._step, _number(value)))
+
+    def gradients(self) -> None:
+        """Take the gradients now; needed only where clipping hides in a call nobody can see into."""
+        self._gradients_in_use(None)
+
+    def _gradients_in_use(self, concerned: set[int] | None) -> None:
+        """Take the gradients before anything uses them, the first time in a step."""
+        stepped = {
+            id(parameter)
+            for optimizer in self._stepped
+            for group in getattr(optimizer, "param_groups", [])
+            for parameter in group["params"]
+        }
+        if self._stepped and (concerned is None or concerned & stepped):
+            # Gradients of what has been stepped already: the step before had ended, though some trainable
+            # parameters belong to no optimizer. Nothing has changed the parameters since.
+            self._end_step()
+        if not self._recording() or self._captured or "grads" not in self._what:
+            return
+        self._captured = True
+        tensors = []
+        for named in self._parameters:
+            gradient = named.parameter.grad
+            if gradient is None:
+                entry, _ = self._entry(Kind.GRAD, named, named.parameter)
+                tensors.append((entry, None))
+            else:
+                tensors.append(self._entry(Kind.GRAD, named, gradient))
+        self._open_writer().write(f"step{self._step}.grad", tensors)
+
+    def _norm_in_use(self, value: Any) -> None:
+        if self._recording() and "norm" in self._what and not self._norm_reported:
+            self._open_writer().scalar(ScalarEntry("norm", self._step, _number(value)))
+
+    def stop(self) -> None:
+        """Detach and complete the trace. A second call does nothing.
+
+        Raises:
+            TraceError: Recording has not begun.
+        """
+        writer = self._open_writer()
+        if self._finished:
+            return
+        if self._stepped:
+            self._end_step()
+        if not self._finished:
+            self._finish(writer)
+
+    def __enter__(self) -> Recorder:
+        return self.start()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        value: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if kind is None:
+            self.stop()
+        else:
+            # Without its index the trace counts as truncated, which it is.
+            self._watch.stop()
+            self._finished = True
+
+    def _begin_folder(self) -> str:
+        """Clear the folder and agree on the trace's id."""
+        trouble = None
+        if self._rank == 0:
+            try:
+                prepare_folder(self.directory, rank=0, clear_all=True)
+            except (TraceError, OSError) as error:
+                trouble = error
+        number = secrets.randbits(62) if trouble is None else -1
+        if self._world_size > 1:
+            # Every rank learns of rank 0's trouble instead of waiting for a trace that never begins.
+            shared = torch.tensor([number], device=_group_device(self._parameters[0].parameter))
+            dist.broadcast(shared, src=0)
+            number = int(shared.item())
+        if trouble is not None:
+            raise trouble
+        if number < 0:
+            raise TraceError(f"{self.directory}: rank 0 could not prepare the folder.")
+        if self._rank != 0:
+            prepare_folder(self.directory, rank=self._rank, clear_all=False)
+        return f"{number:016x}"
+
+    def _recording(self) -> bool:
+        return (
+            self._writer is not None
+            and not self._finished
+            and self._first <= self._step < self._stop_at
+        )
+
+    def _open_writer(self) -> TraceWriter:
+        if self._writer is None:
+            raise TraceError(
+                f"{self.directory}: recording has not begun. Use 'with pa.record(...) as rec:' or "
+                "rec.start()."
+            )
+        return self._writer
+
+    def _step_begins(self, optimizer: Any) -> None:
+        if any(optimizer is stepped for stepped in self._stepped):
+            self._end_step()
+        self._gradients_in_use(set())
+
+    def _step_ends(self, optimizer: Any) -> None:
+        self._stepped.append(optimizer)
+        if self._optimizers is not None:
+            complete = all(any(o is s for s in self._stepped) for o in self._optimizers)
+        else:
+            stepped = {
+                id(parameter)
+                for known in self._stepped
+                for group in known.param_groups
+                for parameter in group["params"]
+            }
+            complete = all(
+                id(named.parameter) in stepped
+                for named in self._parameters
+                if named.parameter.requires_grad
+            )
+        if complete:
+            self._end_step()
+
+    def _end_step(self) -> None:
+        writer = self._open_writer()
+        if self._recording():
+            writer.index.steps.append(self._step)
+            if not writer.index.optimizers:
+                names = {id(named.parameter): named.name for named in self._parameters}
+                writer.index.optimizers = [describe_optimizer(o, names) for o in self._stepped]
+            if "optimizer" in self._what:
+                writer.write(f"step{self._step}.moment", self._moments())
+            if "params" in self._what:
+                self._write_parameters(Kind.PARAM_AFTER)
+        self._step += 1
+        self._captured = False
+        self._stepped = []
+        self._norm_reported = False
+        self._step_is_next()
+        if self._step >= self._stop_at:
+            self._finish(writer)
+
+    def _step_is_next(self) -> None:
+        if self._step == self._first and "params" in self._what:
+            self._write_parameters(Kind.PARAM)
+
+    def _write_parameters(self, kind: str) -> None:
+        tensors = [self._entry(kind, named, named.parameter) for named in self._parameters]
+        self._open_writer().write(f"step{self._step}.{kind}", tensors)
+
+    def _moments(self) -> list[tuple[TensorEntry, Tensor | None]]:
+        tensors: list[tuple[TensorEntry, Tensor | None]] = []
+        for named in self._parameters:
+            for state, value, why in parameter_state(self._stepped, named.parameter):
+                if value is None:
+                    note = {"name": f"{named.name}.{state}", "why": why}
+                    self._open_writer().index.not_recorded.append(note)
+                    continue
+                tensors.append(self._entry(Kind.MOMENT, named, value, state))
+        return tensors
+
+    def _entry(
+        self, kind: str, named: NamedParameter, tensor: Tensor, state: str | None = None
+    ) -> tuple[TensorEntry, Tensor]:
+        placed = self._axes.place(tensor)
+        parameter = named.parameter
+        if state is not None and tensor.dim() > 0 and not is_dtensor(tensor):
+            # A plain state of a sharded parameter is split as the parameter is.
+            placed = replace(self._axes.place(parameter), local=placed.local)
+        entry = TensorEntry(
+            kind=kind,
+            name=named.name,
+            step=self._step,
+            dtype=dtype_name(tensor.dtype, named.name),
+            shape=placed.shape,
+            map=placed.map,
+            state=state,
+            aliases=named.aliases,
+            source=None if named.source == named.name else named.source,
+            trainable=parameter.requires_grad,
+            replicated_over=placed.replicated_over,
+            partial_over=placed.partial_over,
+            partial_op=placed.partial_op,
+        )
+        return entry, placed.local
+
+    def _finish(self, writer: TraceWriter) -> None:
+        self._finished = True
+        self._watch.stop()
+        writer.index.coordinates = self._axes.coordinates
+        writer.index.axes = self._axes.groups
+        writer.finish(self._run_facts(writer.index) if self._rank == 0 else None)
+
+    def _run_facts(self, index: RankIndex) -> Facts:
+        dtypes: dict[str, int] = {}
+        for named in self._parameters:
+            name = dtype_name(named.parameter.dtype, named.name)
+            dtypes[name] = dtypes.get(name, 0) + named.parameter.numel()
+        run = {"compute_dtype": max(dtypes, key=lambda name: dtypes[name]), **self._facts}
+        versions = {"torch": str(torch.__version__)}
+        return Facts(
+            index.trace_id, self._world_size, index.steps, list(self._what), versions, run
+        )
+
+
+def _number(value: float | Tensor) -> float:
+    if not isinstance(value, Tensor):
+        return float(value)
+    if is_dtensor(value):
+        value = value.full_tensor()  # type: ignore[attr-defined]
+    return float(value.detach())
+
+
+def _local_bytes(tensor: Tensor) -> int:
+    local = tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[operator]
+    return int(local.numel() * local.element_size())
+
+
+def _group_device(tensor: Tensor) -> torch.device:
+    """Return a device that the default group can broadcast on."""
+    return torch.device("cpu") if "gloo" in str(dist.get_backend()) else tensor.device

@@ -1,0 +1,170 @@
+"""Show a report on a terminal: the verdict on one line, what is wrong, then the worst tensors first.
+
+Names come from the user's model and may look like markup, so everything is built from ``Text``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from paralign.align.verdict import (
+    ALIGNED,
+    INCONCLUSIVE,
+    MISALIGNED,
+    ZERO_IN_THEORY,
+    Finding,
+    Report,
+    TensorRow,
+)
+
+_STYLES = {ALIGNED: "bold green", MISALIGNED: "bold red", INCONCLUSIVE: "bold yellow"}
+_ROWS = 10
+_SKIPPED = 5
+
+
+def print_report(report: Report, console: Console | None = None, *, verbose: bool = False) -> None:
+    """Print ``report``.
+
+    Args:
+        report: The result of a comparison.
+        console: Where to; default: standard output, without colour unless it is a terminal.
+        verbose: Show every tensor with its worst element, and everything that was skipped.
+    """
+    (console or Console(highlight=False)).print(render(report, verbose=verbose))
+
+
+def render(report: Report, *, verbose: bool = False) -> RenderableType:
+    """Return the report as something rich can print."""
+    parts: list[RenderableType] = [_headline(report), Text(f"{report.why}.")]
+    if report.findings:
+        parts += [Text(""), *_findings(report.findings)]
+    if report.coverage.skipped:
+        parts += [Text(""), _skipped(report, verbose)]
+    if report.tensors:
+        parts += [Text(""), _table(report, verbose)]
+    if report.notes and verbose:
+        parts += [Text("also different, as it may be:", style="dim")]
+        parts += [Text(f"  {note}", style="dim") for note in report.notes]
+    return Group(*parts)
+
+
+def _headline(report: Report) -> Text:
+    """Everything that matters on one line: verdict, loss, coverage, worst, time."""
+    coverage, worst = report.coverage, report.worst
+    facts = []
+    if report.loss is not None:
+        facts.append(f"loss {report.loss['parallel']:.6g} (rel {_number(report.loss['rel'])})")
+    facts.append(f"{coverage.compared}/{coverage.parameters} parameters")
+    if worst is not None:
+        facts.append(f"worst {_number(worst.eps)} eps")
+    facts.append(
+        report.dtype + (" (uncalibrated)" if report.yardstick == "uncalibrated" else "")
+    )
+    facts.append(f"{sum(report.timings.values()):.1f} s")
+    line = Text(report.verdict.upper(), style=_STYLES[report.verdict])
+    line.append("  " + " | ".join(facts), style="default not bold")
+    return line
+
+
+def _findings(findings: Sequence[Finding]) -> Iterator[RenderableType]:
+    for number, finding in enumerate(findings, start=1):
+        over = f" over {', '.join(finding.axes)}" if finding.axes else ""
+        title = Text(f"{number}. {finding.component}: {finding.cause}{over}", style="bold")
+        if finding.tensor:
+            title.append(f"  {finding.tensor}", style="cyan not bold")
+        yield title
+        lines = [finding.fix]
+        if finding.where and finding.where.get("class"):
+            lines.append(_where(finding))
+        if finding.separate_by:
+            lines.append(f"To tell them apart: {finding.separate_by}.")
+        yield Padding(Text("\n".join(lines)), (0, 0, 0, 3))
+
+
+def _where(finding: Finding) -> str:
+    where = finding.where or {}
+    place = f" ({where['file']}:{where['line']})" if where.get("file") else ""
+    return f"It belongs to {where.get('module') or 'the root'}, a {where['class']}{place}."
+
+
+def _skipped(report: Report, verbose: bool) -> RenderableType:
+    skipped = report.coverage.skipped
+    shown = skipped if verbose else skipped[:_SKIPPED]
+    lines: list[RenderableType] = [Text(f"not compared: {len(skipped)}", style="bold")]
+    lines += [
+        Text.assemble("   ", (item["name"], "cyan"), f"  {item['why']}") for item in shown
+    ]
+    if len(shown) < len(skipped):
+        lines.append(Text(f"   ... and {len(skipped) - len(shown)} more (-v shows all)", style="dim"))
+    return Group(*lines)
+
+
+def _table(report: Report, verbose: bool) -> RenderableType:
+    ordered = sorted(report.tensors, key=lambda row: (row.ok, -row.strain, -_finite(row.eps)))
+    shown = ordered if verbose else ordered[:_ROWS]
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), expand=True)
+    table.add_column("kind", no_wrap=True)
+    table.add_column("name", ratio=1, overflow="fold")
+    for title in ("step", "eps", "budget", "cosine", "scale"):
+        table.add_column(title, justify="right", no_wrap=True)
+    for row in shown:
+        table.add_row(*_cells(row, with_worst=verbose or not row.ok))
+    more = "" if len(shown) == len(ordered) else f" {len(shown)} of {len(ordered)}; -v shows all"
+    base = "the fp64 truth" if report.yardstick == "truth" else "the reference"
+    note = f"worst first,{more or ' all'}. eps: distance from {base} in {report.dtype} rounding units."
+    if any(row.worst_values is not None and (verbose or not row.ok) for row in shown):
+        note += "\nUnder a name: its worst element, expected -> found, and the ranks that hold a wrong part."
+    if any(row.category == ZERO_IN_THEORY for row in shown):
+        note += "\n(*) zero in theory: in units of the global gradient norm; after Adam listed, not gated."
+    return Group(table, Text(note, style="dim"))
+
+
+def _cells(row: TensorRow, *, with_worst: bool) -> list[Text]:
+    style = "" if row.ok else "red"
+    name = Text(row.label, style="cyan" if row.ok else "bold red")
+    if row.category == ZERO_IN_THEORY:
+        name.append(" (*)", style="dim")
+    if with_worst and row.worst_values is not None:
+        name.append("\n" + _worst(row), style="dim not bold")
+    budget = "listed" if row.budget_eps is None else _number(row.budget_eps)
+    return [
+        Text(row.kind, style=style),
+        name,
+        Text(str(row.step)),
+        Text(_number(row.eps), style=style),
+        Text(budget, style="dim"),
+        Text("-" if row.cosine is None else f"{row.cosine:.6f}"),
+        Text("-" if row.scale is None else f"{row.scale:.6g}"),
+    ]
+
+
+def _worst(row: TensorRow) -> str:
+    base, value = row.worst_values or (math.nan, math.nan)
+    at = "" if row.worst_index is None else f"at {list(row.worst_index)}: "
+    # Enough digits to tell the two apart, if nine are enough.
+    digits = next((n for n in (4, 6) if f"{base:.{n}g}" != f"{value:.{n}g}"), 9)
+    text = f"{at}{base:.{digits}g} -> {value:.{digits}g}"
+    if row.ranks_off:
+        few = ", ".join(map(str, row.ranks_off[:6]))
+        text += f", rank {few}{', ...' if len(row.ranks_off) > 6 else ''}"
+    return text
+
+
+def _number(value: float) -> str:
+    """Short, and the same width for all sizes: ``3.1``, ``100``, ``4.5e+15``, ``nan``."""
+    if not math.isfinite(value):
+        return str(value)
+    if value == 0 or 0.1 <= abs(value) < 1e4:
+        return f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
+    return f"{value:.1e}"
+
+
+def _finite(value: float) -> float:
+    return value if math.isfinite(value) else math.inf

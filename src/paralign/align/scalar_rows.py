@@ -1,0 +1,235 @@
+"""Compare loss, valid tokens and gradient norm of every step, as rows next to the tensors'."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
+
+from paralign.align.budget import Budget
+from paralign.align.explain import factor_candidates, simple_factor
+from paralign.align.pair import Moment
+from paralign.align.scalars import StepLoss, step_loss, step_norms
+from paralign.align.trace_reader import TraceReader
+from paralign.align.verdict import EXACT, Finding, TensorRow
+
+T = TypeVar("T")
+
+
+class ScalarJudge:
+    """Judges the numbers that ranks reported.
+
+    Args:
+        reference: The run to be equal to.
+        parallel: The run under test.
+        truth: An fp64 run of the same weights and data, or None.
+        budget: The tolerances.
+        steps: The steps that all of them recorded.
+    """
+
+    def __init__(
+        self,
+        reference: TraceReader,
+        parallel: TraceReader,
+        truth: TraceReader | None,
+        budget: Budget,
+        steps: Sequence[int],
+    ) -> None:
+        self._reference = reference
+        self._parallel = parallel
+        self._truth = truth
+        self._budget = budget
+        self._steps = steps
+        self.rows: list[tuple[Moment, TensorRow]] = []
+        self.skipped: list[dict[str, str]] = []
+        self.loss: dict[str, float] | None = None
+        """Of the step whose loss is furthest off."""
+
+    def run(self) -> None:
+        """Compare every step; fills the public attributes."""
+        for step in self._steps:
+            if self._both("loss"):
+                self._compare_losses(step)
+            if self._both("norm"):
+                self._compare_norms(step)
+
+    def _both(self, what: str) -> bool:
+        """Whether both sides meant to record it; otherwise the lack is noted once."""
+        has = [what in trace.facts.what for trace in (self._reference, self._parallel)]
+        if any(has) and not all(has):
+            side = "reference" if has[1] else "parallel run"
+            note = {"name": what, "why": f"not recorded in the {side}"}
+            if note not in self.skipped:
+                self.skipped.append(note)
+        return all(has)
+
+    def _compare_losses(self, step: int) -> None:
+        found = self._reported(step, "loss", step_loss)
+        if found is None:
+            self._miss_loss(step)
+            return
+        reference, parallel, truth = found
+        self._compare_tokens(step, reference, parallel)
+        if reference.is_mean != parallel.is_mean:
+            self._skip(
+                step, "loss", "one side reports a sum without its tokens. Pass tokens=n to rec.loss"
+            )
+            return
+        truth_value = None if truth is None else truth.values[0]
+        row = self._row(step, "loss", reference.values[0], parallel.values, truth_value)
+        if row.worst_values is not None and (
+            self.loss is None or not row.rel_l2 <= self.loss["rel"]
+        ):
+            self.loss = {
+                "reference": row.worst_values[0],
+                "parallel": row.worst_values[1],
+                "rel": _relative(row.worst_values[1], row.worst_values[0]),
+                "step": step,
+            }
+
+    def _miss_loss(self, step: int) -> None:
+        self._skip(
+            step, "loss", "not reported. Call rec.loss(...) on one rank at least, before optimizer.step()"
+        )
+
+    def _compare_tokens(self, step: int, reference: StepLoss, parallel: StepLoss) -> None:
+        if not reference.tokens or not parallel.tokens:
+            return
+        expected = reference.tokens[0]
+        count = next((n for n in parallel.tokens if n != expected), expected)
+        moment = Moment.of(step, "tokens")
+        relative = _relative(float(count), float(expected))
+        row = TensorRow(
+            kind="tokens",
+            name="tokens",
+            step=step,
+            rel_l2=relative,
+            eps=relative / self._budget.eps,
+            budget_eps=0.0,
+            cosine=None,
+            scale=_ratio(float(count), float(expected)),
+            worst_index=None,
+            ok=count == expected,
+            paired_by=None,
+            category=EXACT,
+            worst_values=(float(expected), float(count)),
+        )
+        self.rows.append((moment, row))
+
+    def _compare_norms(self, step: int) -> None:
+        norms = [step_norms(trace, step) for trace in (self._reference, self._parallel)]
+        if not any(norms):
+            return  # nobody clips
+        found = self._reported(step, "norm", lambda trace, at: step_norms(trace, at) or None)
+        if found is None:
+            side = "parallel run" if norms[0] and not norms[1] else "reference"
+            if all(norms):
+                side = "truth"
+            self._skip(step, "norm", f"not reported in the {side}. Call rec.norm(value)")
+            return
+        reference, parallel, truth = found
+        self._row(step, "norm", reference[0], parallel, None if truth is None else truth[0])
+
+    def _reported(
+        self, step: int, kind: str, read: Callable[[TraceReader, int], T | None]
+    ) -> tuple[T, T, T | None] | None:
+        reference, parallel = read(self._reference, step), read(self._parallel, step)
+        truth = None if self._truth is None else read(self._truth, step)
+        if reference is None or parallel is None or (self._truth and truth is None):
+            return None
+        return reference, parallel, truth
+
+    def _row(
+        self,
+        step: int,
+        kind: str,
+        reference: float,
+        values: Sequence[float],
+        truth: float | None,
+    ) -> TensorRow:
+        """Add the row of the value that is furthest off; every rank's counts."""
+        base = reference if truth is None else truth
+        own = None if truth is None else _relative(reference, truth)
+        relative, value = max(
+            ((_relative(value, base), value) for value in values),
+            key=lambda pair: math.inf if math.isnan(pair[0]) else pair[0],
+        )
+        tolerance = self._budget.scalar(kind, after_step=step > min(self._steps), own=own)
+        row = TensorRow(
+            kind=kind,
+            name=kind,
+            step=step,
+            rel_l2=relative,
+            eps=relative / self._budget.eps,
+            budget_eps=tolerance / self._budget.eps,
+            cosine=None,
+            scale=_ratio(value, base),
+            worst_index=None,
+            ok=relative <= tolerance,
+            paired_by=None,
+            worst_values=(base, value),
+        )
+        self.rows.append((Moment.of(step, kind), row))
+        return row
+
+    def _skip(self, step: int, name: str, why: str) -> None:
+        self.skipped.append({"name": name, "why": f"step {step}: {why}"})
+
+
+def explain_scalar(row: TensorRow, sizes: Mapping[str, int]) -> Finding:
+    """Explain a loss, norm or token count that is the first thing out of budget."""
+    factor = None if row.scale is None else simple_factor(row.scale)
+    exact = factor is not None and row.scale is not None and factor != 1
+    left = math.nan
+    if exact and factor is not None and row.scale is not None:
+        left = abs(row.scale / float(factor) - 1) * (row.eps / row.rel_l2)
+        exact = row.budget_eps is not None and left <= row.budget_eps
+    values = row.worst_values or (math.nan, math.nan)
+    evidence = {
+        "eps_before": row.eps,
+        "eps_after": left if exact else None,
+        "share_beyond_2e-3": None,
+        "reference": values[0],
+        "parallel": values[1],
+    }
+    component = {"tokens": "data", "loss": "loss", "norm": "clipping"}[row.kind]
+    told = f"{row.kind} is {values[1]:.17g} in the parallel run and {values[0]:.17g} in the reference"
+    if exact and factor is not None:
+        candidates = factor_candidates(factor, sizes)
+        evidence["factor"] = str(factor)
+        return Finding(
+            component=component,
+            cause="constant_factor",
+            tensor=row.name,
+            axes=[candidates[0].split("=")[0]] if len(candidates) == 1 else [],
+            evidence=evidence,
+            fix=f"{told}: exactly {factor} times. Look for tokens counted twice, a mean of means, or whole "
+            "sequences where slices are due.",
+            candidates=candidates if len(candidates) > 1 else [],
+        )
+    cause = {"tokens": "different_data", "loss": "unknown", "norm": "wrong_norm"}[row.kind]
+    advice = {
+        "tokens": "Give both runs the same batch, and count only labels that are not ignored.",
+        "loss": "The gradients below tell which part of the model the difference comes from.",
+        "norm": "The gradients agree, so the norm is put together wrongly: every element once, over all axes.",
+    }[row.kind]
+    return Finding(
+        component=component,
+        cause=cause,
+        tensor=row.name,
+        evidence=evidence,
+        fix=f"{told}. {advice}",
+    )
+
+
+def _relative(value: float, base: float) -> float:
+    if math.isnan(value) or math.isnan(base):
+        return math.nan
+    if value == base:
+        return 0.0
+    return abs(value - base) / abs(base) if base else math.inf
+
+
+def _ratio(value: float, base: float) -> float | None:
+    ratio = value / base if base else math.nan
+    return ratio if math.isfinite(ratio) else None

@@ -1,0 +1,214 @@
+"""The result of a comparison as values, and the JSON they become (``schema/report.schema.json``)."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+SCHEMA = 1
+
+ALIGNED = "aligned"
+MISALIGNED = "misaligned"
+INCONCLUSIVE = "inconclusive"
+
+_EXIT_STATUS = {ALIGNED: 0, MISALIGNED: 1, INCONCLUSIVE: 4}
+
+ORDINARY = "ordinary"
+ZERO_IN_THEORY = "zero_in_theory"
+EXACT = "exact"
+
+
+@dataclass
+class TensorRow:
+    """One compared tensor (or loss, norm, token count) at one step."""
+
+    kind: str
+    name: str
+    step: int
+    rel_l2: float
+    """Frobenius norm of the error over that of the reference; of the truth where one is given."""
+    eps: float
+    """The same in eps of the compute dtype; for ``zero_in_theory`` in eps of the global gradient norm."""
+    budget_eps: float | None
+    """What ``eps`` may be; None: listed, not gated."""
+    cosine: float | None
+    scale: float | None
+    worst_index: tuple[int, ...] | None
+    ok: bool
+    paired_by: str | None = "placement"
+    state: str | None = None
+    """Name of the optimizer state, for moments."""
+    category: str = ORDINARY
+    worst_values: tuple[float, float] | None = None
+    """The worst element on the reference's (or truth's) side and on the parallel side."""
+    ranks_off: list[int] = field(default_factory=list)
+    """Ranks whose own part is out of budget."""
+    share_beyond: float = 0.0
+    """Share of elements that ``allclose`` with 2e-3 would have refused."""
+
+    @property
+    def label(self) -> str:
+        """The name as people read it, with the optimizer state."""
+        return f"{self.name} [{self.state}]" if self.state else self.name
+
+    @property
+    def strain(self) -> float:
+        """How much of its budget is used: above 1 is out. NaN counts as infinite, ungated as 0."""
+        if self.budget_eps is None:
+            return 0.0
+        if math.isnan(self.eps):
+            return math.inf
+        if self.budget_eps == 0.0:
+            return 0.0 if self.ok else math.inf
+        return self.eps / self.budget_eps
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the row as the report stores it."""
+        return {
+            "kind": self.kind,
+            "name": self.name,
+            "step": self.step,
+            "rel_l2": self.rel_l2,
+            "eps": self.eps,
+            "budget_eps": self.budget_eps,
+            "cosine": self.cosine,
+            "scale": self.scale,
+            "worst_index": None if self.worst_index is None else list(self.worst_index),
+            "paired_by": self.paired_by,
+            "ok": self.ok,
+            "state": self.state,
+            "category": self.category,
+            "worst_values": None if self.worst_values is None else list(self.worst_values),
+            "ranks_off": self.ranks_off,
+        }
+
+
+@dataclass
+class Finding:
+    """One thing that is wrong, with the numbers that say so."""
+
+    component: str
+    cause: str
+    fix: str
+    tensor: str | None = None
+    axes: list[str] = field(default_factory=list)
+    evidence: dict[str, Any] = field(default_factory=dict)
+    where: dict[str, Any] | None = None
+    candidates: list[str] = field(default_factory=list)
+    """What the numbers cannot tell apart."""
+    separate_by: str | None = None
+    """The run that would tell the candidates apart."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the finding as the report stores it."""
+        return {
+            "component": self.component,
+            "axes": self.axes,
+            "cause": self.cause,
+            "tensor": self.tensor,
+            "evidence": self.evidence,
+            "fix": self.fix,
+            "where": self.where,
+            "candidates": self.candidates,
+            "separate_by": self.separate_by,
+        }
+
+
+@dataclass
+class Coverage:
+    """What was compared, and what was not."""
+
+    parameters: int = 0
+    compared: int = 0
+    elements: int = 0
+    skipped: list[dict[str, str]] = field(default_factory=list)
+    paired: dict[str, int] = field(
+        default_factory=lambda: {"placement": 0, "content": 0, "position": 0, "rule": 0}
+    )
+    paths: list[str] = field(default_factory=list)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether nothing was left out."""
+        return not self.skipped
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the coverage as the report stores it."""
+        return {
+            "parameters": self.parameters,
+            "compared": self.compared,
+            "elements": self.elements,
+            "skipped": self.skipped,
+            "paired": self.paired,
+            "paths": self.paths,
+        }
+
+
+@dataclass
+class Report:
+    """Whether two runs are the same training run, and the numbers behind it."""
+
+    verdict: str
+    why: str
+    dtype: str
+    yardstick: str
+    config: Any = None
+    mesh: dict[str, int] = field(default_factory=dict)
+    loss: dict[str, float] | None = None
+    coverage: Coverage = field(default_factory=Coverage)
+    worst: TensorRow | None = None
+    tensors: list[TensorRow] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    """Differences that do not matter by themselves: versions, micro-batches."""
+    timings: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def exit_status(self) -> int:
+        """0 aligned, 1 misaligned, 4 inconclusive."""
+        return _EXIT_STATUS[self.verdict]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as JSON values; numbers that JSON lacks become their names."""
+        worst = self.worst
+        content = {
+            "schema": SCHEMA,
+            "verdict": self.verdict,
+            "why": self.why,
+            "config": self.config,
+            "mesh": self.mesh,
+            "dtype": self.dtype,
+            "yardstick": self.yardstick,
+            "loss": self.loss,
+            "coverage": self.coverage.to_dict(),
+            "worst": None
+            if worst is None
+            else {
+                "kind": worst.kind,
+                "name": worst.label,
+                "rel_l2": worst.rel_l2,
+                "eps": worst.eps,
+            },
+            "tensors": [row.to_dict() for row in self.tensors],
+            "findings": [finding.to_dict() for finding in self.findings],
+            "notes": self.notes,
+            "timings": self.timings,
+        }
+        plain: dict[str, Any] = _plain(content)
+        return plain
+
+    def to_json(self) -> str:
+        """Return the report as a JSON text."""
+        return json.dumps(self.to_dict(), indent=1, allow_nan=False)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value

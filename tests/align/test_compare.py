@@ -1,0 +1,584 @@
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+import paralign.align
+from paralign.align import Report, compare
+from paralign.align.trace import Kind, TensorEntry
+from paralign.align.verdict import TensorRow
+from paralign.errors import ConfigError
+from tests.align.synthetic import toy_step, with_kind, write_trace
+
+SCHEMAS = Path(paralign.align.__file__).parent / "schema"
+MESH = {"dp": 2, "cp": 2}
+
+
+def sharded(name: str) -> Any:
+    return {
+        "embed.weight": (Shard(0), Replicate()),
+        "layers.0.w": (_StridedShard(1, split_factor=2), Shard(1)),
+    }.get(name, (Replicate(), Replicate()))
+
+
+def check_schema(report: Report) -> None:
+    schema = json.loads((SCHEMAS / "report.schema.json").read_text())
+    jsonschema.Draft202012Validator(schema).validate(json.loads(report.to_json()))
+
+
+def judge(tmp_path: Path, parallel: Any, reference: Any = None, **options: Any) -> Report:
+    """Compare a sharded run of ``parallel`` tensors with a reference on one device."""
+    write_trace(tmp_path / "ref", reference or [toy_step()])
+    keywords = {"mesh": MESH, "placements": sharded, **options}
+    write_trace(tmp_path / "par", parallel, **keywords)
+    report = compare(tmp_path / "ref", tmp_path / "par")
+    check_schema(report)
+    return report
+
+
+def row(report: Report, kind: str, name: str) -> TensorRow:
+    return next(row for row in report.tensors if (row.kind, row.name) == (kind, name))
+
+
+def noisy(tensors: dict[Any, Tensor], size: float = 2e-16) -> dict[Any, Tensor]:
+    """Return tensors with the rounding of another order of summation."""
+    generator = torch.Generator().manual_seed(5)
+    return {
+        key: value
+        if key[0] in (Kind.PARAM,)
+        else value * (1 + size * torch.randn(value.shape, generator=generator, dtype=value.dtype))
+        for key, value in tensors.items()
+    }
+
+
+def test_equal_runs_are_aligned(tmp_path: Path) -> None:
+    report = judge(tmp_path, [toy_step()])
+    assert (report.verdict, report.exit_status) == ("aligned", 0)
+    assert report.coverage.parameters == report.coverage.compared == 3
+    assert report.coverage.elements == 7 * 4 + 4 * 6 + 5
+    assert report.coverage.paired["placement"] == 3
+    assert report.loss == {"reference": 2.0, "parallel": 2.0, "rel": 0.0, "step": 0}
+    assert report.mesh == MESH
+    kinds = [r.kind for r in report.tensors]
+    assert kinds == sorted(
+        kinds,
+        key=["param", "tokens", "loss", "grad", "norm", "moment", "update", "param_after"].index,
+    )
+    assert {"param", "loss", "tokens", "grad", "moment", "update", "param_after"} == set(kinds)
+
+
+def test_rounding_is_aligned_and_measured_in_eps(tmp_path: Path) -> None:
+    report = judge(tmp_path, [noisy(toy_step())])
+    assert report.verdict == "aligned"
+    assert 0.1 < row(report, "grad", "embed.weight").eps < 10
+    assert report.worst is not None
+    assert report.worst.strain < 1
+
+
+def test_a_small_error_of_one_element_is_found(tmp_path: Path) -> None:
+    step = toy_step()
+    grad = step[Kind.GRAD, "layers.0.w"].clone()
+    grad[2, 5] += 1e-10
+    report = judge(tmp_path, [with_kind(step, Kind.GRAD, **{"layers.0.w": grad})])
+    assert (report.verdict, report.exit_status) == ("misaligned", 1)
+    wrong = row(report, "grad", "layers.0.w")
+    assert wrong.worst_index == (2, 5)
+    assert wrong.worst_values is not None
+    assert wrong.worst_values[1] - wrong.worst_values[0] == pytest.approx(1e-10, rel=1e-5)
+    assert report.why.startswith("first out of budget: grad layers.0.w at step 0")
+    assert wrong.ranks_off == [3]
+
+
+def test_nan_fails_on_either_side(tmp_path: Path) -> None:
+    step = toy_step()
+    grad = step[Kind.GRAD, "norm.weight"].clone()
+    grad[1] = torch.nan
+    report = judge(tmp_path, [with_kind(step, Kind.GRAD, **{"norm.weight": grad})])
+    assert report.verdict == "misaligned"
+    assert '"rel_l2": "nan"' in report.to_json()
+    assert report.worst is not None
+    assert report.worst.name == "norm.weight"
+    both = [with_kind(step, Kind.GRAD, **{"norm.weight": grad})]
+    assert judge(tmp_path, both, both).verdict == "misaligned"
+    assert judge(tmp_path, [step], both).verdict == "misaligned"
+
+
+def test_zero_over_zero_is_equal_and_something_over_zero_is_not(tmp_path: Path) -> None:
+    step = toy_step()
+    nothing = torch.zeros(5, dtype=torch.float64)
+    zero = with_kind(step, Kind.GRAD, **{"norm.weight": nothing})
+    report = judge(tmp_path, [zero], [zero])
+    assert row(report, "grad", "norm.weight").rel_l2 == 0.0
+    assert report.verdict == "aligned"
+    report = judge(tmp_path, [step], [zero])
+    wrong = row(report, "grad", "norm.weight")
+    assert (wrong.rel_l2, wrong.ok) == (float("inf"), False)
+    assert report.verdict == "misaligned"
+
+
+def test_none_and_zero_gradients_are_the_same(tmp_path: Path) -> None:
+    step = toy_step()
+    none = with_kind(step, Kind.GRAD, **{"norm.weight": None})
+    shapes = with_kind(step, Kind.GRAD, **{"norm.weight": torch.zeros(5, dtype=torch.float64)})
+    report = judge(tmp_path, [none], [none])
+    assert report.verdict == "aligned"
+    assert not any((r.kind, r.name) == ("grad", "norm.weight") for r in report.tensors)
+    assert judge(tmp_path, [shapes], [shapes]).verdict == "aligned"
+
+
+def test_a_gradient_that_vanished_is_a_missing_contribution(tmp_path: Path) -> None:
+    step = toy_step()
+    gone = with_kind(step, Kind.GRAD, **{"layers.0.w": torch.zeros(4, 6, dtype=torch.float64)})
+    report = judge(tmp_path, [gone])
+    assert [(f.component, f.cause, f.tensor) for f in report.findings] == [
+        ("backward", "missing_contribution", "layers.0.w")
+    ]
+
+
+def test_gradient_of_zero_in_theory_has_an_absolute_rule(tmp_path: Path) -> None:
+    def steps(seed: int, size: float) -> Any:
+        noise = torch.randn(5, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        return with_kind(toy_step(), Kind.GRAD, **{"norm.weight": size * noise})
+
+    after = torch.full((5,), 0.3, dtype=torch.float64)
+    drifted = {**steps(2, 1e-18), (Kind.PARAM_AFTER, "norm.weight"): after}
+    report = judge(tmp_path, [drifted], [steps(1, 1e-18)])
+    assert report.verdict == "aligned"
+    gradient = row(report, "grad", "norm.weight")
+    assert gradient.category == "zero_in_theory"
+    assert gradient.rel_l2 > 0.1
+    assert gradient.eps <= gradient.budget_eps == 1.0
+    assert row(report, "param_after", "norm.weight").budget_eps is None
+    assert row(report, "update", "norm.weight").budget_eps is None
+    assert "listed, not gated" in report.why
+    report = judge(tmp_path, [steps(2, 1e-12)], [steps(1, 1e-18)])
+    assert report.verdict == "misaligned"
+    assert row(report, "grad", "norm.weight").ok is False
+
+
+def test_swapped_layers_leave_norms_equal_and_are_found(tmp_path: Path) -> None:
+    step = {}
+    for kind in (Kind.PARAM, Kind.GRAD):
+        for layer in (0, 1):
+            generator = torch.Generator().manual_seed(layer + 7 * len(kind))
+            draw = torch.randn(4, 4, generator=generator, dtype=torch.float64)
+            step[kind, f"layers.{layer}.w"] = draw
+    gradients = {key: value for key, value in step.items() if key[0] == Kind.GRAD}
+    swapped = {
+        **step,
+        (Kind.GRAD, "layers.0.w"): gradients[Kind.GRAD, "layers.1.w"],
+        (Kind.GRAD, "layers.1.w"): gradients[Kind.GRAD, "layers.0.w"],
+    }
+    what = ("loss", "params", "grads")
+    write_trace(tmp_path / "ref", [step], what=what)
+    write_trace(tmp_path / "par", [swapped], what=what)
+    report = compare(tmp_path / "ref", tmp_path / "par")
+    assert report.verdict == "misaligned"
+    assert [r.name for r in report.tensors if not r.ok] == ["layers.0.w", "layers.1.w"]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "microbatches", "candidates", "axes"),
+    [
+        ({"dp": 2, "cp": 2}, 4, ["dp=2", "cp=2"], []),
+        ({"dp": 3, "cp": 2}, 4, [], ["cp"]),
+        ({"dp": 3, "cp": 1}, 2, [], []),
+        ({"dp": 3, "cp": 1}, 4, [], []),
+    ],
+)
+def test_factor_two_is_named_with_everything_it_could_come_from(
+    tmp_path: Path, mesh: dict[str, int], microbatches: int, candidates: list[str], axes: list[str]
+) -> None:
+    step = noisy(toy_step())
+    double = {
+        key: 2 * value if key[0] == Kind.GRAD and key[1] != "norm.weight" else value
+        for key, value in step.items()
+    }
+    report = judge(
+        tmp_path,
+        [double],
+        mesh=mesh,
+        placements=lambda name: (),
+        facts={"num_microbatches": microbatches},
+    )
+    (finding,) = report.findings
+    assert finding.cause == "constant_factor"
+    assert finding.evidence["factor"] == "2"
+    assert finding.evidence["tensors"] == 2
+    assert finding.evidence["eps_after"] < 10 < 1e15 < finding.evidence["eps_before"]
+    assert finding.evidence["share_beyond_2e-3"] > 0.9
+    assert finding.candidates == candidates
+    assert finding.axes == axes
+    assert (finding.separate_by is None) == (not candidates)
+    expected = "backward" if mesh["cp"] == 1 else "reduction"
+    assert finding.component == expected
+
+
+def test_nearly_a_factor_is_not_called_one(tmp_path: Path) -> None:
+    step = toy_step()
+    grad = step[Kind.GRAD, "layers.0.w"]
+    almost = with_kind(step, Kind.GRAD, **{"layers.0.w": 2 * grad * (1 + 1e-9)})
+    (finding,) = judge(tmp_path, [almost]).findings
+    assert (finding.cause, finding.evidence["eps_after"]) == ("unknown", None)
+
+
+def test_other_initial_weights_are_inconclusive(tmp_path: Path) -> None:
+    step = toy_step()
+    weights = step[Kind.PARAM, "layers.0.w"].clone()
+    weights[0, 0] = torch.nextafter(weights[0, 0], torch.tensor(9.0, dtype=torch.float64))
+    report = judge(tmp_path, [with_kind(step, Kind.PARAM, **{"layers.0.w": weights})])
+    assert (report.verdict, report.exit_status) == ("inconclusive", 4)
+    assert report.why == (
+        "the runs start from different weights: 1 of 3 parameters differ, first layers.0.w"
+    )
+    assert [(f.component, f.tensor) for f in report.findings] == [("weights", "layers.0.w")]
+
+
+def test_a_missing_shard_is_inconclusive(tmp_path: Path) -> None:
+    def shard(rank: int, entry: TensorEntry) -> bool:
+        return rank == 2 and (entry.kind, entry.name) == ("grad", "layers.0.w")
+
+    report = judge(tmp_path, [toy_step()], leave_out=shard)
+    assert report.verdict == "inconclusive"
+    assert report.coverage.skipped == [
+        {"name": "layers.0.w", "why": "grad of step 0: 4 of 24 elements are missing (parallel run)"}
+    ]
+    assert report.coverage.compared == 2
+    whole = compare(tmp_path / "ref", tmp_path / "par", allow_skipped=True)
+    assert whole.verdict == "aligned"
+    assert whole.coverage.skipped == report.coverage.skipped
+
+
+def test_a_missing_shard_does_not_hide_what_is_wrong(tmp_path: Path) -> None:
+    step = toy_step()
+    wrong = with_kind(step, Kind.GRAD, **{"embed.weight": 3 * step[Kind.GRAD, "embed.weight"]})
+    report = judge(
+        tmp_path, [wrong], leave_out=lambda rank, entry: rank == 2 and entry.name == "layers.0.w"
+    )
+    assert report.verdict == "misaligned"
+
+
+def test_a_missing_replica_is_inconclusive(tmp_path: Path) -> None:
+    def replica(rank: int, entry: TensorEntry) -> bool:
+        return rank == 3 and (entry.kind, entry.name) == ("grad", "norm.weight")
+
+    report = judge(tmp_path, [toy_step()], leave_out=replica)
+    assert report.verdict == "inconclusive"
+    assert "the replica on rank 3 is missing (replicated over dp, cp)" in report.why
+
+
+def test_one_replica_that_differs_is_found_and_named(tmp_path: Path) -> None:
+    def spoil(rank: int, entry: TensorEntry, local: Tensor) -> Tensor:
+        wrong = rank == 2 and (entry.kind, entry.name) == ("grad", "norm.weight")
+        return local + 1e-9 if wrong else local
+
+    report = judge(tmp_path, [toy_step()], change=spoil)
+    assert report.verdict == "misaligned"
+    assert row(report, "grad", "norm.weight").ranks_off == [2]
+    (finding,) = report.findings
+    assert (finding.cause, finding.evidence["ranks"]) == ("single_rank", [2])
+    assert "Only what rank 2 holds is off" in finding.fix
+
+
+def test_a_reference_whose_replicas_disagree_cannot_judge(tmp_path: Path) -> None:
+    def spoil(rank: int, entry: TensorEntry, local: Tensor) -> Tensor:
+        return local * 2 if rank == 1 and entry.kind == Kind.GRAD else local
+
+    write_trace(tmp_path / "ref", [toy_step()], mesh={"dp": 2}, change=spoil)
+    write_trace(tmp_path / "par", [toy_step()])
+    report = compare(tmp_path / "ref", tmp_path / "par")
+    assert report.verdict == "inconclusive"
+    assert "the reference's own replicas of embed.weight differ" in report.why
+
+
+def test_pending_sums_are_put_together(tmp_path: Path) -> None:
+    step = toy_step()
+
+    def summand(rank: int, entry: TensorEntry, local: Tensor) -> Tensor:
+        return local * (0.75 if rank == 0 else 0.25) if entry.partial_over else local
+
+    def placements(name: str) -> Any:
+        return (Partial(),) if name == "layers.0.w" else (Replicate(),)
+
+    options: Any = {"mesh": {"tp": 2}, "placements": placements}
+    assert judge(tmp_path, [step], change=summand, **options).verdict == "aligned"
+    report = judge(
+        tmp_path,
+        [step],
+        change=summand,
+        leave_out=lambda rank, entry: rank == 1 and entry.name == "layers.0.w",
+        **options,
+    )
+    assert "summands of rank 1 are missing" in report.why
+
+
+def test_any_mesh_compares_with_any_other(tmp_path: Path) -> None:
+    step = toy_step()
+    layouts = {
+        "one": ({}, lambda name: ()),
+        "fsdp": ({"fsdp": 4}, lambda name: (Shard(0),)),
+        "fsdp x tp": (
+            {"fsdp": 2, "tp": 2},
+            lambda name: (
+                (_StridedShard(0, split_factor=2), Shard(0))
+                if name != "norm.weight"
+                else (Shard(0), Replicate())
+            ),
+        ),
+        "hsdp": (
+            {"dp_replicate": 2, "dp_shard": 3},
+            lambda name: (Replicate(), Shard(1 if name == "layers.0.w" else 0)),
+        ),
+    }
+    for label, (mesh, placements) in layouts.items():
+        write_trace(tmp_path / label, [noisy(step)], mesh=mesh, placements=placements)  # type: ignore[arg-type]
+    for reference in layouts:
+        for parallel in layouts:
+            report = compare(tmp_path / reference, tmp_path / parallel)
+            assert report.verdict == "aligned", (reference, parallel, report.why)
+            assert report.coverage.elements == 57
+            assert row(report, "grad", "embed.weight").rel_l2 == 0.0
+
+
+def test_tied_on_one_side_and_two_copies_on_the_other(tmp_path: Path) -> None:
+    step = toy_step()
+    tied = {key: value for key, value in step.items() if key[1] != "norm.weight"}
+    copies = {
+        **tied,
+        **{(kind, "head.weight"): value for (kind, name), value in tied.items() if "embed" in name},
+    }
+    aliases = {"embed.weight": ("head.weight",)}
+    write_trace(tmp_path / "ref", [tied], aliases=aliases)
+    write_trace(tmp_path / "par", [copies])
+    for reference, parallel in (("ref", "par"), ("par", "ref")):
+        report = compare(tmp_path / reference, tmp_path / parallel)
+        assert report.verdict == "aligned", report.why
+        assert {r.name for r in report.tensors if r.kind == "grad"} == {
+            "embed.weight",
+            "head.weight",
+            "layers.0.w",
+        }
+    wrong = {**copies, (Kind.GRAD, "head.weight"): 2 * copies[Kind.GRAD, "head.weight"]}
+    write_trace(tmp_path / "par", [wrong])
+    report = compare(tmp_path / "ref", tmp_path / "par")
+    assert [r.name for r in report.tensors if not r.ok] == ["head.weight"]
+
+
+def test_names_and_kinds_that_only_one_side_has(tmp_path: Path) -> None:
+    step = toy_step()
+    fewer = {key: value for key, value in step.items() if key[1] != "norm.weight"}
+    report = judge(tmp_path, [fewer])
+    assert report.verdict == "inconclusive"
+    assert {"name": "norm.weight", "why": "grad of step 0: not in the parallel run"} in (
+        report.coverage.skipped
+    )
+    assert (report.coverage.parameters, report.coverage.compared) == (3, 2)
+    report = judge(tmp_path, [step], [fewer])
+    assert "not in the reference" in report.why
+    no_moments = {key: value for key, value in step.items() if "moment" not in key[0]}
+    report = judge(tmp_path, [no_moments])
+    assert report.coverage.skipped == [
+        {"name": "moment exp_avg of step 0", "why": "not recorded in the parallel run"}
+    ]
+    assert report.verdict == "inconclusive"
+
+
+def test_other_shapes_are_not_compared(tmp_path: Path) -> None:
+    step = toy_step()
+    padded = {
+        key: torch.cat([value, torch.zeros(1, 4, dtype=value.dtype)])
+        if key[1] == "embed.weight"
+        else value
+        for key, value in step.items()
+    }
+    report = judge(tmp_path, [padded])
+    assert report.verdict == "inconclusive"
+    assert "shape [8, 4] in the parallel run, [7, 4] in the reference" in report.why
+
+
+def test_steps_that_only_one_side_has(tmp_path: Path) -> None:
+    report = judge(tmp_path, [toy_step()], [toy_step(), toy_step(1)])
+    assert report.verdict == "inconclusive"
+    assert {"name": "step 1", "why": "recorded only in the reference"} in report.coverage.skipped
+
+
+def test_nothing_in_common_is_not_aligned(tmp_path: Path) -> None:
+    for name, what in (("ref", ("grads",)), ("par", ("params",))):
+        kind = Kind.GRAD if name == "ref" else Kind.PARAM
+        tensors = {key: value for key, value in toy_step().items() if key[0] == kind}
+        write_trace(tmp_path / name, [tensors], what=what)
+    report = compare(tmp_path / "ref", tmp_path / "par", allow_skipped=True)
+    assert report.verdict == "inconclusive"
+    assert report.why.startswith("nothing was compared")
+    check_schema(report)
+
+
+def test_update_and_moments_show_what_the_parameter_hides(tmp_path: Path) -> None:
+    step = toy_step()
+    before, after = step[Kind.PARAM, "layers.0.w"], step[Kind.PARAM_AFTER, "layers.0.w"]
+    lazy = with_kind(
+        step, Kind.PARAM_AFTER, **{"layers.0.w": before + (after - before) * (1 - 5e-10)}
+    )
+    report = judge(tmp_path, [lazy])
+    assert row(report, "param_after", "layers.0.w").rel_l2 < 1e-12
+    assert row(report, "param_after", "layers.0.w").ok
+    assert not row(report, "update", "layers.0.w").ok
+    assert report.verdict == "misaligned"
+    assert report.findings[0].component == "optimizer"
+    moments = {
+        key: 2 * value if key == ("moment:exp_avg", "norm.weight") else value
+        for key, value in step.items()
+    }
+    report = judge(tmp_path, [moments])
+    assert (report.findings[0].cause, report.findings[0].tensor) == (
+        "constant_factor",
+        "norm.weight [exp_avg]",
+    )
+
+
+def test_loss_tokens_and_norm(tmp_path: Path) -> None:
+    assert judge(tmp_path, [toy_step()], loss=2.0 * (1 + 5e-15)).verdict == "aligned"
+    report = judge(tmp_path, [toy_step()], loss=2.0 * (1 + 1e-13))
+    assert (report.verdict, report.findings[0].component) == ("misaligned", "loss")
+    report = judge(tmp_path, [toy_step()], loss=4.0)
+    assert (report.findings[0].cause, report.findings[0].candidates) == (
+        "constant_factor",
+        ["dp=2", "cp=2"],
+    )
+    report = judge(tmp_path, [toy_step()], tokens=11)
+    assert (report.findings[0].component, report.findings[0].cause) == ("data", "different_data")
+    assert judge(tmp_path, [toy_step()], loss=float("nan")).verdict == "misaligned"
+    write_trace(tmp_path / "ref", [toy_step()], norm=1.5)
+    write_trace(tmp_path / "par", [toy_step()], norm=1.5 * (1 + 1e-12))
+    report = compare(tmp_path / "ref", tmp_path / "par")
+    assert (report.findings[0].component, report.findings[0].cause) == ("clipping", "wrong_norm")
+    write_trace(tmp_path / "par", [toy_step()])
+    assert "norm: step 0: not reported in the parallel run" in (
+        compare(tmp_path / "ref", tmp_path / "par").why
+    )
+
+
+def test_different_facts_are_the_first_finding(tmp_path: Path) -> None:
+    def options(lr: float, decay: float = 0.1) -> Any:
+        names = list(dict.fromkeys(name for _, name in toy_step()))
+        group = {"options": {"lr": lr, "weight_decay": decay}, "names": names}
+        return [{"class": "AdamW", "groups": [group]}]
+
+    facts = {"global_batch": 8, "num_microbatches": 1}
+    write_trace(tmp_path / "ref", [toy_step()], facts=facts, optimizers=options(1e-3))
+    facts = {"global_batch": 16, "num_microbatches": 4}
+    write_trace(tmp_path / "par", [toy_step()], facts=facts, optimizers=options(2e-3))
+    report = compare(tmp_path / "ref", tmp_path / "par")
+    check_schema(report)
+    assert report.verdict == "misaligned"
+    assert [(f.component, f.cause, f.evidence["fact"]) for f in report.findings] == [
+        ("config", "different_config", "global_batch"),
+        ("config", "different_config", "optimizer lr"),
+    ]
+    assert report.findings[1].evidence["parameters"] == 3
+    assert report.notes == ["num_microbatches: 1 in the reference, 4 in parallel"]
+
+
+def test_truth_decides_in_low_precision(tmp_path: Path) -> None:
+    exact = [toy_step()]
+    low = {"compute_dtype": "float32"}
+    write_trace(tmp_path / "truth", exact)
+    start = {key: value.float().double() for key, value in toy_step().items()}
+    write_trace(tmp_path / "truth", [{**start, **_only(exact[0], Kind.GRAD)}])
+    single = {key: value.float() for key, value in start.items()}
+    write_trace(tmp_path / "ref", [single], facts=low)
+    write_trace(tmp_path / "par", [single], facts=low)
+    report = compare(tmp_path / "ref", tmp_path / "par", truth=tmp_path / "truth")
+    check_schema(report)
+    assert (report.verdict, report.yardstick, report.dtype) == ("aligned", "truth", "float32")
+    worse = {
+        key: value * (1 + 2e-6) if key[0] == Kind.GRAD else value for key, value in single.items()
+    }
+    write_trace(tmp_path / "par", [worse], facts=low)
+    report = compare(tmp_path / "ref", tmp_path / "par", truth=tmp_path / "truth")
+    assert report.verdict == "misaligned"
+    assert 10 < row(report, "grad", "embed.weight").eps < 30
+    uncalibrated = compare(tmp_path / "ref", tmp_path / "par")
+    assert uncalibrated.verdict == "aligned"
+    assert "uncalibrated" in uncalibrated.why
+    assert row(uncalibrated, "update", "embed.weight").budget_eps is None
+
+
+def _only(step: dict[tuple[str, str], Tensor], kind: str) -> dict[tuple[str, str], Tensor]:
+    return {key: value for key, value in step.items() if key[0] == kind}
+
+
+def test_a_truth_that_is_none_is_refused(tmp_path: Path) -> None:
+    write_trace(tmp_path / "ref", [toy_step()])
+    with pytest.raises(ConfigError, match="is for runs in fp32 or bf16; this one is in fp64"):
+        compare(tmp_path / "ref", tmp_path / "ref", truth=tmp_path / "ref")
+    low = {"compute_dtype": "bfloat16"}
+    write_trace(tmp_path / "low", [toy_step(dtype=torch.bfloat16)], facts=low)
+    with pytest.raises(ConfigError, match="was computed in bfloat16. Record the reference run"):
+        compare(tmp_path / "low", tmp_path / "low", truth=tmp_path / "low")
+    write_trace(tmp_path / "odd", [toy_step()], facts={"compute_dtype": "int8"})
+    with pytest.raises(ConfigError, match="compute_dtype='int8' is not one of"):
+        compare(tmp_path / "ref", tmp_path / "odd")
+
+
+def test_traces_follow_the_shipped_schema(tmp_path: Path) -> None:
+    folder = write_trace(
+        tmp_path / "t", [toy_step()], mesh=MESH, placements=sharded, norm=float("inf")
+    )
+    schema = json.loads((SCHEMAS / "trace.schema.json").read_text())
+    validator = jsonschema.Draft202012Validator(schema)
+    files = sorted(folder.glob("*.json"))
+    assert len(files) == 5
+    for path in files:
+        content = json.loads(path.read_text())
+        validator.validate(content)
+        content["version"] = 2
+        with pytest.raises(jsonschema.ValidationError):
+            validator.validate(content)
+
+
+def anonymous_bytes() -> int:
+    """Return this process's memory that is not a mapped file."""
+    status = Path("/proc/self/status").read_text()
+    line = next(line for line in status.splitlines() if line.startswith("RssAnon"))
+    return int(line.split()[1]) * 1024
+
+
+def test_memory_does_not_grow_with_the_trace(tmp_path: Path) -> None:
+    big = torch.randn(1000, 12_500, dtype=torch.float64)  # 100 MB on each side
+    tensors = {(Kind.GRAD, "w"): big}
+    for name, mesh in (("ref", {}), ("par", {"fsdp": 2})):
+        write_trace(
+            tmp_path / name,
+            [tensors],
+            mesh=mesh,
+            placements=lambda name: (Shard(1),) if name == "w" else (),
+            what=("loss", "grads"),
+        ) if mesh else write_trace(tmp_path / name, [tensors], what=("loss", "grads"))
+    del big, tensors
+    compare(tmp_path / "ref", tmp_path / "par")  # libraries' own buffers
+    before, peak, done = anonymous_bytes(), 0, threading.Event()
+
+    def watch() -> None:
+        nonlocal peak
+        while not done.wait(0.001):
+            peak = max(peak, anonymous_bytes())
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    report = compare(tmp_path / "ref", tmp_path / "par")
+    done.set()
+    watcher.join()
+    assert report.verdict == "aligned"
+    assert report.coverage.elements == 12_500_000
+    assert peak > 0
+    assert peak - before < 80e6

@@ -1,0 +1,188 @@
+"""The cases of the matrix: eight ranks, every legal mix of axes, schedule, units and attention mode.
+
+``legal_cases`` is the full product, ``cover`` a part of it in which every pair of choices occurs, and
+every mesh with all of pp, FSDP and cp meets every schedule and every grouping.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import astuple, dataclass
+from typing import Any
+
+from paralign.config.run import RunConfig
+from paralign.parallel.context_rules import requirements
+from paralign.parallel.stages import SCHEDULES, Placement
+from paralign.parallel.support import Plan
+from paralign.parallel.support import problems as plan_problems
+from tests.parity import BASE, PANGU
+
+WORLD_SIZE = 8
+NUM_HEADS = 8  # so that cp=8 divides them; llama has two of keys, fewer than most cp degrees
+SEQ_LEN = 16
+WRAPS: dict[str, Any] = {
+    "root": "root",
+    "blocks": "blocks",
+    "first": "first_block",
+    "lists": [["embedding"], ["layers.0", "layers.1"], ["layers.2.attention"], ["norm", "head"]],
+}
+# ulysses_degree and load_balance; None is the whole axis.
+MODES: dict[str, tuple[int | None, bool]] = {
+    "ulysses": (None, False),
+    "gather": (1, False),
+    "balanced": (1, True),
+    "hybrid": (2, False),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One cell of the matrix."""
+
+    pp: int
+    dp_replicate: int
+    dp_shard: int
+    cp: int
+    schedule: str
+    wrap: str
+    mode: str
+    extra_layers: int  # beyond one a stage
+    num_microbatches: int
+    model: str
+    tied: bool
+
+    @property
+    def mesh(self) -> tuple[int, int, int, int]:
+        """Degrees of pp, dp_replicate, dp_shard and cp."""
+        return self.pp, self.dp_replicate, self.dp_shard, self.cp
+
+    @property
+    def id(self) -> str:
+        """A name for messages and tables."""
+        mesh = "x".join(map(str, self.mesh))
+        rest = (self.schedule, f"M{self.num_microbatches}", self.wrap, self.mode)
+        shape = f"{self.model}{'-tied' if self.tied else ''}+{self.extra_layers}"
+        return "-".join((mesh, *rest, shape))
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of the model: one a stage, and the extra ones, which do not divide evenly."""
+        single = SCHEDULES[self.schedule.lower()].placement is Placement.SINGLE
+        return self.pp * (1 if single else 2) + self.extra_layers
+
+    def config(self) -> RunConfig:
+        """Return the case as a config; it may break rules."""
+        ulysses_degree, load_balance = MODES[self.mode]
+        model = (
+            {**BASE["model"], "num_heads": NUM_HEADS, "num_kv_heads": 2}
+            if self.model == "llama"
+            else {**PANGU, "num_heads": NUM_HEADS}
+        )
+        sections = {
+            "model": {**model, "num_layers": self.num_layers, "tie_embeddings": self.tied},
+            "mesh": {
+                "pp": self.pp,
+                "dp_replicate": self.dp_replicate,
+                "dp_shard": self.dp_shard,
+                "cp": self.cp,
+            },
+            "pipeline": {"schedule": self.schedule, "num_microbatches": self.num_microbatches},
+            "fsdp": {"wrap": self._wrap()},
+            "context": {"ulysses_degree": ulysses_degree, "load_balance": load_balance},
+            "batch": {"global_batch": 8 * self.num_microbatches, "seq_len": SEQ_LEN},
+        }
+        return RunConfig.model_validate({**BASE, **sections})
+
+    def problems(self) -> list[str]:
+        """Return why the case is refused. The other rules of a config hold for every case."""
+        plan = Plan(
+            schedule=self.schedule,
+            num_microbatches=self.num_microbatches,
+            pp=self.pp,
+            num_layers=self.num_layers,
+            wrap=WRAPS[self.wrap],
+        )
+        ulysses_degree, load_balance = MODES[self.mode]
+        return plan_problems(plan) + requirements(
+            num_heads=NUM_HEADS,
+            num_kv_heads=2 if self.model == "llama" else NUM_HEADS,
+            seq_len=SEQ_LEN,
+            degree=self.cp,
+            ulysses_degree=ulysses_degree,
+            load_balance=load_balance,
+        )
+
+    def _wrap(self) -> Any:
+        wrap = WRAPS[self.wrap]
+        if isinstance(wrap, str):
+            return wrap
+        missing = [f"layers.{i}" for i in range(self.num_layers, 3)]
+        units = [[n for n in unit if n.removesuffix(".attention") not in missing] for unit in wrap]
+        if self.tied:  # both ends of a tied pair belong to one unit: the root
+            units = [unit for unit in units if not {"embedding", "head"} & set(unit)]
+        return [unit for unit in units if unit]
+
+
+def meshes() -> list[tuple[int, int, int, int]]:
+    """Return every factorisation of eight ranks."""
+    sizes = (1, 2, 4, 8)
+    found = itertools.product(sizes, repeat=4)
+    return [m for m in found if m[0] * m[1] * m[2] * m[3] == WORLD_SIZE]
+
+
+def legal_cases() -> Iterator[Case]:
+    """Yield every case that no rule refuses, and that is not another one under a second name."""
+    for mesh, kind, wrap, mode, extra, m in itertools.product(
+        meshes(), SCHEDULES.values(), WRAPS, MODES, (0, 1), (1, 4, 8)
+    ):
+        cp = mesh[3]
+        if (cp == 1 and mode != "ulysses") or (mode == "hybrid" and cp < 4):
+            continue
+        if m == 8 and not (kind.name == "DualPipeV" and mesh[0] == 4):
+            continue  # M=8 only where M=4 is too few
+        # Model and tying alternate over the product instead of doubling it twice.
+        number = hash_of((mesh, kind.name, wrap, mode, extra, m))
+        case = Case(
+            pp=mesh[0],
+            dp_replicate=mesh[1],
+            dp_shard=mesh[2],
+            cp=cp,
+            schedule=kind.name,
+            wrap=wrap,
+            mode=mode,
+            extra_layers=extra,
+            num_microbatches=m,
+            model=("llama", "pangu_moe")[number % 2],
+            tied=number // 2 % 3 == 0,
+        )
+        if not case.problems():
+            yield case
+
+
+def hash_of(key: object) -> int:
+    """Return a number that depends only on ``key``, in every process."""
+    return sum(ord(letter) * (place + 1) for place, letter in enumerate(repr(key)))
+
+
+def cover(cases: Sequence[Case]) -> list[Case]:
+    """Choose cases greedily until every pair of choices that occurs at all has been taken.
+
+    The triples of FSDP, pp and cp with every schedule and with every grouping count as pairs do.
+    """
+    wanted = {case: _combinations(case) for case in cases}
+    missing = set().union(*wanted.values())
+    chosen = []
+    while missing:
+        best = max(cases, key=lambda case: len(wanted[case] & missing))
+        chosen.append(best)
+        missing -= wanted[best]
+    return chosen
+
+
+def _combinations(case: Case) -> set[tuple[object, ...]]:
+    choices = tuple(enumerate(astuple(case)))
+    pairs: set[tuple[object, ...]] = set(itertools.combinations(choices, 2))
+    if min(case.pp, case.dp_shard, case.cp) > 1:
+        pairs |= {("triple", case.mesh, case.schedule, case.wrap)}
+    return pairs

@@ -1,0 +1,43 @@
+"""The matrix on real ranks: a cover in every run, the full product by ``pytest -m long``."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.matrix import Case, cover, legal_cases, meshes
+from tests.parity import check_result, measure_all
+
+COVER = cover(list(legal_cases()))
+MESHES = sorted({case.mesh for case in COVER}, reverse=True)
+
+
+def failures(cases: list[Case]) -> list[str]:
+    found = []
+    for case, result in zip(cases, measure_all([c.config() for c in cases]), strict=True):
+        try:
+            check_result(result)
+        except AssertionError as error:
+            found.append(f"{case.id}: {error}")
+    return found
+
+
+def test_the_full_product_holds_every_factorisation_of_eight_ranks():
+    assert len(meshes()) == 20
+    assert {case.mesh for case in legal_cases()} == set(meshes())
+
+
+def test_the_cover_meets_fsdp_pp_and_cp_together_under_every_schedule_and_grouping():
+    triples = [case for case in COVER if min(case.pp, case.dp_shard, case.cp) > 1]
+    assert len({(case.schedule, case.wrap) for case in triples}) == 7 * 4
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("mesh", MESHES, ids=lambda mesh: "x".join(map(str, mesh)))
+def test_every_case_is_the_run_of_one_device(mesh):
+    assert failures([case for case in COVER if case.mesh == mesh]) == []
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mesh", meshes(), ids=lambda mesh: "x".join(map(str, mesh)))
+def test_the_full_product_is_the_run_of_one_device(mesh):
+    assert failures([case for case in legal_cases() if case.mesh == mesh]) == []
