@@ -5,7 +5,7 @@
 Llama over pipeline 2 x data 2 x context 2 on 8 local ranks, blocks and root wrapped, Ulysses, fp32,
 one thread for each rank. Both sides train in one world on the same batches, from the same weights,
 and must report the same loss and norm. What each sends is counted on every rank; then steps are
-timed in turn, every round in another order. A second hand-composed step, the twin, is timed as well:
+timed in turn, every round in another order. A second hand-composed step, the twin, is timed too:
 its ratio says what two equal steps differ by on this machine now.
 """
 
@@ -24,8 +24,8 @@ from paralign.testing import run_on_ranks
 TARGET = 1.10
 # fp32: the two sides add up the losses of micro-batches in different orders.
 VALUE_TOLERANCE = 1e-5
-# Token count and fingerprint of the batch, three float64 numbers, ride in the all-reduce of paralign's
-# loss: by them it knows that all ranks trained on one batch.
+# Token count and fingerprint of the batch, three float64 numbers, ride in the all-reduce of
+# paralign's loss: by them it knows that all ranks trained on one batch.
 RIDERS_BYTES = 24
 
 

@@ -63,6 +63,8 @@ _HOME = {
     "record": "paralign.align.record",
 }
 
+_TRAINING_HALF = ("paralign.parallel", "paralign.program", "paralign.prove")
+
 __all__ = sorted([*_HOME, "__version__"])
 
 
@@ -89,6 +91,9 @@ class _Package(ModuleType):
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'paralign' has no attribute {name!r}")
+    if _HOME[name].startswith(_TRAINING_HALF):
+        # Before the import: on an older torch that would fail with an ImportError of torch's.
+        import_module("paralign.requirements").require_torch(feature=f"paralign.{name}")
     value = getattr(import_module(_HOME[name]), name)
     # Where a room has the same name, importing it has bound the callable module already.
     return globals().setdefault(name, value)

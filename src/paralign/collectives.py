@@ -56,13 +56,14 @@ def all_to_all_dims(
 def fused_all_to_all_dims(
     tensors: Sequence[Tensor], *, split_dim: int, concat_dim: int, group: dist.ProcessGroup
 ) -> tuple[Tensor, ...]:
-    """Run :func:`all_to_all_dims` on several tensors with one collective.
+    """Run :func:`all_to_all_dims` on several tensors, small ones with one collective.
 
     They must share a dtype and a device; their shapes are free, so q, k and v of grouped-query or
     latent attention travel together.
 
     Comm:
-        forward: one all-to-all of all tensors. backward: the same.
+        forward: one all-to-all of all tensors while they are small (1 MiB together), one for each
+        when they are large: then copies cost more than messages. backward: the same.
 
     Raises:
         LayoutError: As :func:`all_to_all_dims`, or dtypes or devices differ.

@@ -24,9 +24,19 @@ E = TypeVar("E", bound="ConfigError")
 
 
 class ParalignError(Exception):
-    """Base of every exception that paralign raises on purpose."""
+    """Base of every exception that paralign raises on purpose.
+
+    Attributes:
+        exit_status: What the command line exits with.
+        rank: The rank that raised it, or -1.
+        cause_type: Name of the exception that the rank raised.
+        traceback: The rank's own traceback, as text.
+    """
 
     exit_status = 1
+    rank: int = -1
+    cause_type: str = ""
+    traceback: str = ""
 
 
 class ConfigError(ParalignError, ValueError):

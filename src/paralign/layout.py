@@ -1,9 +1,10 @@
 """Which part of a global tensor a rank holds: intervals and boxes, computed without torch.
 
-A rank's piece is described per tensor dim, as the intervals it holds in local order. ``[10, 4]``, cut
-into two parts (tp) and each of these over two ranks (fsdp), on fsdp rank 0::
+A rank's piece is described per tensor dim, as the intervals it holds in local order. ``[10, 4]``,
+cut into two parts (tp) and each of these over two ranks (fsdp), on fsdp rank 0::
 
-    local rows   0 1 2   3 4 5        map of dim 0: (local 0:3 = global 0:3), (local 3:6 = global 5:8)
+    local rows   0 1 2   3 4 5        map of dim 0: (local 0:3 = global 0:3), (local 3:6 = global
+    5:8)
     global rows  0 1 2   5 6 7        map of dim 1: (local 0:4 = global 0:4)
 
 The piece is the product of its dims' intervals: here two boxes.
@@ -69,7 +70,8 @@ class Box:
         if self.numel <= max_elements:
             yield self
             return
-        # The first dim whose rows are small enough is cut into runs of rows, dims before it one by one.
+        # The first dim whose rows are small enough is cut into runs of rows, dims before it one by
+        # one.
         rows = [math.prod(self.shape[dim + 1 :]) for dim in range(len(self.shape))]
         dim = next(dim for dim, row in enumerate(rows) if row <= max_elements)
         step = max(1, max_elements // rows[dim])
@@ -106,23 +108,23 @@ def local_boxes(
 ) -> LocalMap:
     """Return what the rank at ``coordinate`` of a mesh holds of a DTensor with ``placements``.
 
-    Placements act from the first mesh axis to the last. ``Shard`` cuts like ``torch.chunk``: pieces of
-    equal, rounded-up size, the last ones smaller or empty. ``_StridedShard`` first cuts into its
+    Placements act from the first mesh axis to the last. ``Shard`` cuts like ``torch.chunk``: pieces
+    of equal, rounded-up size, the last ones smaller or empty. ``_StridedShard`` first cuts into its
     ``split_factor`` parts and takes one piece of each. ``Replicate`` and ``Partial`` cut nothing.
 
     Args:
         global_shape: Shape of the logical tensor.
-        placements: One per mesh axis; read by attribute (``dim``, ``split_factor``), not by class, so
-            that other libraries' placements work too.
+        placements: One per mesh axis; read by attribute (``dim``, ``split_factor``), not by class,
+            so that other libraries' placements work too.
         mesh_shape: Size of every mesh axis.
         coordinate: Index of the rank on every mesh axis.
-        held_shape: Shape of the local tensor, where there is one. ``fully_shard`` over tp stores its
-            shards tp first, which in uneven splits is not what its ``_StridedShard`` says; the shape
-            really held decides, see [Note: strided order].
+        held_shape: Shape of the local tensor, where there is one. ``fully_shard`` over tp stores
+            its shards tp first, which in uneven splits is not what its ``_StridedShard`` says; the
+            shape really held decides, see [Note: strided order].
 
     Raises:
-        LayoutError: Lengths differ, a placement names a dim that the tensor lacks, or no order of the
-            axes gives ``held_shape``.
+        LayoutError: Lengths differ, a placement names a dim that the tensor lacks, or no order of
+            the axes gives ``held_shape``.
     """
     if not len(placements) == len(mesh_shape) == len(coordinate):
         raise LayoutError(
@@ -137,19 +139,20 @@ def local_boxes(
     if held_shape is None:
         return _apply(global_shape, cuts)
     # [Note: strided order]
-    # Rows 9 over tp=2, each part over fsdp=4: tp rank 1 holds 4 rows and gives one to each fsdp rank.
-    # Read from left to right, (_StridedShard(0, 2), Shard(0)) gives fsdp rank 3 the rows (none of part
-    # 0, one of part 1) and chunks this one row over tp: it lands on tp rank 0. In even splits both
-    # orders agree. fully_shard's is tried first because that is where strided shards come from.
+    # Rows 9 over tp=2, each part over fsdp=4: tp rank 1 holds 4 rows and gives one to each fsdp
+    # rank. Read from left to right, (_StridedShard(0, 2), Shard(0)) gives fsdp rank 3 the rows
+    # (none of part 0, one of part 1) and chunks this one row over tp: it lands on tp rank 0. In
+    # even splits both orders agree. fully_shard's is tried first because that is where strided
+    # shards come from.
     candidates = [_apply(global_shape, order) for order in (_inner_first(cuts), cuts)]
     for candidate in candidates:
         if local_shape(candidate) == tuple(held_shape):
             return candidate
     raise LayoutError(
-        f"held_shape={tuple(held_shape)} is not what placements={tuple(placements)} give at coordinate "
-        f"{tuple(coordinate)} of a mesh of shape {tuple(mesh_shape)} for a tensor of shape "
-        f"{tuple(global_shape)}: {local_shape(candidates[-1])}. The local tensor was padded or resized; "
-        "record the tensor before that."
+        f"held_shape={tuple(held_shape)} is not what placements={tuple(placements)} give at "
+        f"coordinate {tuple(coordinate)} of a mesh of shape {tuple(mesh_shape)} for a tensor of "
+        f"shape {tuple(global_shape)}: {local_shape(candidates[-1])}. The local tensor was padded "
+        "or resized; record the tensor before that."
     )
 
 
@@ -159,7 +162,7 @@ class _Cut(NamedTuple):
     dim: int
     split_factor: int
     degree: int
-    index: int
+    at: int
 
 
 def _inner_first(cuts: Sequence[_Cut]) -> list[_Cut]:
@@ -197,8 +200,9 @@ def shard_dim(placement: Any, num_dims: int) -> int | None:
     dim = getattr(placement, "dim", None)
     if not isinstance(dim, int):
         raise LayoutError(
-            f"placement={placement!r} is none of Shard, Replicate and Partial, so the part of the tensor "
-            "that this rank holds is not known. Redistribute the tensor to one of these first."
+            f"placement={placement!r} is none of Shard, Replicate and Partial, so the part of the "
+            "tensor that this rank holds is not known. Redistribute the tensor to one of these "
+            "first."
         )
     if not -num_dims <= dim < num_dims:
         raise LayoutError(

@@ -14,10 +14,11 @@ from paralign.batch import LocalBatch, shard_batch
 from paralign.errors import AlignError, DataError
 from paralign.mesh import degrees_of
 from paralign.parallel.data import ReductionCounter
+from paralign.parallel.gradients import give_back, take_gradients
 from paralign.parallel.pipeline import PipelineRuntime
 from paralign.parallel.stage import Stage
 from paralign.parallel.support import Plan
-from paralign.parallel.tied import TiedPair, sum_pair, take_gradients
+from paralign.parallel.tied import TiedPair, sum_pair
 
 
 class Program:
@@ -149,9 +150,7 @@ class Program:
         )
         for pair, (canonical, alias) in zip(self._pairs, copies, strict=True):
             sum_pair(pair, canonical, alias, self._mesh)
-        for parameter, grad in zip(tied, earlier, strict=True):
-            if grad is not None and parameter.grad is not None:
-                parameter.grad.add_(grad)
+        give_back(earlier)
         self._check_reductions()
         return self._global_loss(loss, batch)
 

@@ -49,7 +49,8 @@ def write_trace(
 
     Args:
         directory: Its folder.
-        steps: Per step ``(kind, name) -> global tensor``; a kind of ``moment:exp_avg`` names the state.
+        steps: Per step ``(kind, name) -> global tensor``; a kind of ``moment:exp_avg`` names the
+            state.
         mesh: Axis -> degree, the first varies slowest.
         placements: Of the tensor of that name, one per axis; () replicates over all.
         change: Edits the local tensor a rank writes; ``leave_out`` drops it.
@@ -63,9 +64,7 @@ def write_trace(
         index = RankIndex(rank, math.prod(sizes), trace_id)
         index.coordinates = dict(zip(mesh, coordinate, strict=True))
         index.axes = {
-            axis: [
-                rank_of[(*coordinate[:dim], at, *coordinate[dim + 1 :])] for at in range(size)
-            ]
+            axis: [rank_of[(*coordinate[:dim], at, *coordinate[dim + 1 :])] for at in range(size)]
             for dim, (axis, size) in enumerate(mesh.items())
         }
         index.steps = list(range(len(steps)))

@@ -15,8 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_module, distribute_tensor
 from torch.nn.utils import clip_grad_norm_ as clip_imported_before
 
-import paralign.align
-from paralign.align import compare, record
+from paralign.align import compare, record, trace
 from paralign.align.trace import Kind
 from paralign.align.trace_reader import TraceReader
 from paralign.errors import ConfigError, TraceError
@@ -63,7 +62,9 @@ def batches(steps: int) -> Iterator[tuple[Tensor, Tensor]]:
 
 def loss_of(model: nn.Module, tokens: Tensor, labels: Tensor, total: int) -> Tensor:
     logits = model(tokens)
-    return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / total
+    return (
+        nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / total
+    )
 
 
 def train(
@@ -86,10 +87,10 @@ def train(
     return optimizer
 
 
-def tensors(trace: Path) -> dict[tuple[str, int, str], Tensor]:
-    """Return ``(kind, step, name) -> tensor`` of a trace of one rank; None gradients are left out."""
+def tensors(folder: Path) -> dict[tuple[str, int, str], Tensor]:
+    """Return ``(kind, step, name) -> tensor`` of a trace of one rank, without None gradients."""
     found = {}
-    with TraceReader(trace) as reader:
+    with TraceReader(folder) as reader:
         (index,) = reader.ranks
         for entry in index.tensors:
             if entry.file is not None:
@@ -142,7 +143,7 @@ def test_everything_of_a_step_is_recorded(tmp_path: Path) -> None:
         assert optimizer_facts["groups"][0]["options"]["lr"] == 1e-2
         assert "foreach" not in optimizer_facts["groups"][0]["options"]
         assert index.modules["norm.weight"]["class"] == "LayerNorm"
-    schema = Path(paralign.align.__file__).parent / "schema" / "trace.schema.json"
+    schema = Path(trace.__file__).parent / "schema" / "trace.schema.json"
     validator = jsonschema.Draft202012Validator(json.loads(schema.read_text()))
     for path in (tmp_path / "t").glob("*.json"):
         validator.validate(json.loads(path.read_text()))
@@ -329,7 +330,7 @@ class Engine:
         with torch.no_grad():
             for parameter in self.model.parameters():
                 if parameter.grad is not None:
-                    parameter -= factor * parameter.grad
+                    parameter.sub_(factor * parameter.grad)
         return "stepped"
 
 
@@ -379,7 +380,7 @@ def test_stage_modules_keep_their_names_and_tied_copies_share_one(tmp_path: Path
             self.add_module(name, nn.Linear(3, 3, bias=False))
 
     first, last = Stage("embed"), Stage("head")
-    last.head.weight.data.copy_(first.embed.weight.data)  # type: ignore[union-attr, operator]
+    last.load_state_dict({"head.weight": first.state_dict()["embed.weight"]})
     optimizer = torch.optim.SGD([*first.parameters(), *last.parameters()], lr=1.0)
     with record(
         tmp_path / "t",
@@ -407,8 +408,8 @@ def test_names_that_cannot_be_recorded(tmp_path: Path) -> None:
         record(tmp_path / "t", [a, b], names={"gone": "x"})
     assert str(caught.value).splitlines() == [
         "cannot name the parameters to record:",
-        "  - two different parameters are both called 'weight'. Pipeline chunks must keep global names; "
-        "record each chunk with the names of the whole model",
+        "  - two different parameters are both called 'weight'. Pipeline chunks must keep global "
+        "names; record each chunk with the names of the whole model",
         "  - names renames 'gone', which is no parameter",
     ]
     with pytest.raises(ConfigError, match="the model has no parameters"):
@@ -490,7 +491,10 @@ def test_optimizer_state_of_unknown_layout_is_said(tmp_path: Path) -> None:
         model(torch.ones(2, 4)).sum().backward()
         optimizer.step()
     report = compare(tmp_path / "t", tmp_path / "t", allow_skipped=True)
-    assert {item["name"] for item in report.coverage.skipped} == {"weight.row_var", "weight.col_var"}
+    assert {item["name"] for item in report.coverage.skipped} == {
+        "weight.row_var",
+        "weight.col_var",
+    }
     assert "is not the parameter's" in report.coverage.skipped[0]["why"]
 
 
@@ -546,9 +550,7 @@ def train_sharded(folder: str, mesh_shape: dict[str, int], fault: str = "") -> i
     fully_shard(model, mesh=flat)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     rank = dist.get_rank()
-    with record(
-        folder, model, mesh=mesh, optimizer=optimizer, steps=2, what=EVERYTHING
-    ) as rec:
+    with record(folder, model, mesh=mesh, optimizer=optimizer, steps=2, what=EVERYTHING) as rec:
         for tokens, labels in batches(2):
             optimizer.zero_grad()
             local = loss_of(model, tokens[rank::world], labels[rank::world], labels.numel())
@@ -626,7 +628,7 @@ def record_placements(folder: str) -> dict[str, Any]:
         pass
     del rec
     return {
-        name: p.full_tensor().tolist() if hasattr(p, "full_tensor") else p.tolist()  # type: ignore[operator]
+        name: p.full_tensor().tolist() if hasattr(p, "full_tensor") else p.tolist()
         for name, p in model.named_parameters()
     }
 

@@ -100,7 +100,7 @@ def test_folder_is_cleared_of_an_earlier_trace_and_nothing_else(tmp_path: Path) 
 def test_a_file_in_place_of_the_folder(tmp_path: Path) -> None:
     path = tmp_path / "trace"
     path.write_text("")
-    with pytest.raises(TraceError, match="is a file. Name a folder for the trace"):
+    with pytest.raises(TraceError, match=r"is a file\. Name a folder for the trace"):
         prepare_folder(path, rank=0, clear_all=True)
 
 

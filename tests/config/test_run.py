@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pickle
+from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
@@ -8,6 +9,7 @@ from pydantic import ValidationError
 from paralign.config.load import resolve_config
 from paralign.config.parse import SECTIONS
 from paralign.config.run import RunConfig
+from paralign.config.source import parse_value
 
 
 def test_a_config_is_frozen():
@@ -23,8 +25,6 @@ def test_a_config_travels_to_ranks_and_back():
 
 
 def test_every_key_has_a_meaning_and_an_example_that_works():
-    from paralign.config.source import parse_value
-
     for section, kind in SECTIONS.items():
         for key, field in kind.model_fields.items():
             assert field.description
@@ -38,3 +38,31 @@ def test_every_key_has_a_meaning_and_an_example_that_works():
 def test_schedules_are_known_in_any_case(name):
     config = resolve_config({"model": {"name": "llama"}, "pipeline": {"schedule": name}})
     assert config.pipeline.schedule == "GPipe"
+
+
+def test_the_page_lists_every_key_with_its_default_and_rule():
+    page = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text()
+    for section, kind in SECTIONS.items():
+        for key, field in kind.model_fields.items():
+            extra = field.json_schema_extra
+            assert isinstance(extra, dict)
+            row = next(
+                line for line in page.splitlines() if line.startswith(f"| `{section}.{key}` |")
+            )
+            _, _, default, expects, meaning, _ = row.split("|")
+            assert parse_value(default.strip(" `"), "default") == _plain(field.default)
+            assert expects.strip() == extra["expects"]
+            assert meaning.strip() == field.description
+
+
+def test_the_pages_python_works(monkeypatch):
+    root = Path(__file__).parents[2]
+    monkeypatch.chdir(root)
+    page = (root / "docs" / "configuration.md").read_text()
+    scope: dict[str, object] = {}
+    exec(page.split("```python\n")[1].split("```")[0], scope)
+    assert isinstance(scope["config"], RunConfig)
+
+
+def _plain(value: object) -> object:
+    return list(value) if isinstance(value, tuple) else value

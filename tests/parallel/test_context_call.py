@@ -62,7 +62,7 @@ def test_arguments_are_found_by_place_and_by_name():
         assert [x.sum() for x in call.qkv] == [Q.sum(), K.sum(), V.sum()]
         assert call.mask is MASK
         assert call.is_causal
-        assert call.dropout == ("dropout_p", 0.1)
+        assert call.dropout == {"dropout_p": 0.1}
         new_args, new_kwargs = call.replaced((V, Q, K), mask=Q, is_causal=False)
         assert sdpa(*new_args, **new_kwargs) == (V, Q, K, Q, 0.1, False)
         same_args, same_kwargs = call.replaced((Q, K, V))

@@ -37,6 +37,12 @@ class WithDropout(nn.Module):
         return PlainCore().forward(q, k, v, mask)
 
 
+class DropoutModule(PlainCore):
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = nn.Dropout(0.5)
+
+
 class WithBias(nn.Module):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, slopes: Tensor) -> Tensor:
         return PlainCore().forward(q, k, v)
@@ -111,6 +117,13 @@ def _unknown_tensor() -> None:
 def _dropout() -> None:
     q = _local(1, 4, 8, 4)
     _call(ContextParallel(layout="BNSD"), WithDropout(), q, q, q, dropout_p=0.1)
+
+
+def _dropout_module() -> None:
+    q = _local(1, 4, 8, 4)
+    core = DropoutModule()
+    _call(ContextParallel(layout="BNSD"), core.eval(), q, q, q)  # evaluation drops nothing
+    _call(ContextParallel(layout="BNSD"), ContextParallel.remove(core).train(), q, q, q)
 
 
 def _several_problems() -> None:
@@ -222,6 +235,12 @@ BROKEN: list[tuple[Callable[[], None], str]] = [
         REFUSES.format(core="WithDropout")
         + ": dropout_p=0.1 inside the core draws a mask per rank, not the one of a single device. "
         "Use 0 here, and drop outside attention",
+    ),
+    (
+        _dropout_module,
+        REFUSES.format(core="DropoutModule")
+        + ": drop.p=0.5 inside the core draws a mask per rank, not the one of a single device. Use "
+        "0 here, and drop outside attention",
     ),
     (
         _several_problems,

@@ -133,7 +133,7 @@ def test_what_can_run_has_no_problems(changes: dict[str, Any]):
             {"num_heads": 6},
             [
                 "num_heads=6 does not split evenly over ulysses_degree=4 on axis 'cp' (4 ranks, "
-                f"remainder 2). Use ulysses_degree in {1, 2} (1 gathers keys and values and splits "
+                "remainder 2). Use ulysses_degree in {1, 2} (1 gathers keys and values and splits "
                 "no heads), or a number of heads that divides"
             ],
         ),
@@ -163,7 +163,7 @@ def test_what_can_run_has_no_problems(changes: dict[str, Any]):
             {"ulysses_degree": 3, "seq_len": 63},
             [
                 "ulysses_degree=3 must divide axis 'cp' (4 ranks). Use ulysses_degree in "
-                f"{1, 2, 4}: 4 or None splits heads over the whole axis, 1 gathers keys and values",
+                "{1, 2, 4}: 4 or None splits heads over the whole axis, 1 gathers keys and values",
                 "seq_len=63 does not split evenly over axis 'cp' (4 ranks, remainder 3). Use "
                 "seq_len=60 or 64, or pad with ignored labels",
             ],

@@ -1,7 +1,7 @@
 """How far from the reference a correct parallel run may be: every tolerance, each with its reason.
 
-A tolerance is relative (Frobenius norm of the error over that of the base) unless its row says otherwise;
-"eps" is the machine epsilon of the run's compute dtype. docs/budget.md derives the rows.
+A tolerance is relative (Frobenius norm of the error over that of the base) unless its row says
+otherwise; "eps" is the machine epsilon of the run's compute dtype. docs/budget.md derives the rows.
 """
 
 from __future__ import annotations
@@ -41,44 +41,46 @@ class Yardstick(str, Enum):
 FP64_TENSOR = Row(
     "fp64 tensor, in eps",
     100.0,
-    "Correct runs reach 3 to 6 eps: the same sums in another order. A wrong factor, summand or layer is off "
-    "by 1e13 eps. 100 leaves room for deeper models.",
+    "Correct runs reach 3 to 6 eps: the same sums in another order. A wrong factor, summand or "
+    "layer is off by 1e13 eps. 100 leaves room for deeper models.",
 )
 FP64_LOSS = Row(
     "fp64 loss",
     1e-14,
-    "One mean over all tokens: 2e-16 was measured; the order of a sum of n numbers of one sign costs less "
-    "than log2(n) eps.",
+    "One mean over all tokens: 2e-16 was measured; the order of a sum of n numbers of one sign "
+    "costs less than log2(n) eps.",
 )
 FP64_AFTER_STEP = Row(
     "fp64 after an optimizer step",
     1e-12,
-    "Adam divides by the root of its second moment, which raises the error of elements with small gradients. "
-    "5 eps were measured after 20 steps; 1e-12 is 4500 eps.",
+    "Adam divides by the root of its second moment, which raises the error of elements with small "
+    "gradients. 5 eps were measured after 20 steps; 1e-12 is 4500 eps.",
 )
 UPDATE_ROUNDING = Row(
     "rounding of a stored parameter, in eps of the parameter",
     4.0,
-    "An update is a difference of two stored parameters, so their rounding (half an eps each, on both sides) "
-    "is part of it, however small the update is.",
+    "An update is a difference of two stored parameters, so their rounding (half an eps each, on "
+    "both sides) is part of it, however small the update is.",
 )
 TRUTH_FACTOR = Row(
     "multiple of the reference's own error",
     3.0,
-    "Both runs round the same sums in different orders, so their distances from the truth are alike. The "
-    "larger of the tensor's own and the median of its kind is taken: one tensor's may be small by luck.",
+    "Both runs round the same sums in different orders, so their distances from the truth are "
+    "alike. The larger of the tensor's own and the median of its kind is taken: one tensor's may "
+    "be small by luck.",
 )
 TRUTH_FLOOR = Row(
     "floor, in eps",
     2.0,
-    "Storing a value and adding one rank's share cost up to an eps each, also where the reference happens to "
-    "be exact.",
+    "Storing a value and adding one rank's share cost up to an eps each, also where the reference "
+    "happens to be exact.",
 )
 TRUTH_AFTER_FACTOR = Row(
     "multiple of the reference's largest error of a kind, after an optimizer step",
     10.0,
-    "The error of an Adam update is carried by its few elements with the smallest gradients (noise over "
-    "gradient, a heavy tail), so a single tensor's distance is no measure, and the largest of a kind is.",
+    "The error of an Adam update is carried by its few elements with the smallest gradients (noise "
+    "over gradient, a heavy tail), so a single tensor's distance is no measure, and the largest of "
+    "a kind is.",
 )
 TRUTH_SCALAR_FLOOR = Row(
     "floor of loss and norm, in eps",
@@ -101,8 +103,8 @@ UNCALIBRATED_EPS = {
 ZERO_IN_THEORY = Row(
     "zero in theory, in eps of the global gradient norm",
     1.0,
-    "A gradient below one eps of the global norm is rounding noise of larger numbers that cancel; its "
-    "relative error is of order 1 in a correct run, and its absolute error stays below this.",
+    "A gradient below one eps of the global norm is rounding noise of larger numbers that cancel; "
+    "its relative error is of order 1 in a correct run, and its absolute error stays below this.",
 )
 
 
@@ -133,8 +135,8 @@ class Budget:
         """Return the relative budget of an ordinary tensor; None: it is listed, not gated.
 
         Args:
-            after_step: It depends on an optimizer step: a parameter or update after it, or anything of a
-                later step.
+            after_step: It depends on an optimizer step: a parameter or update after it, or anything
+                of a later step.
             own: The reference's distance from the truth, for this tensor.
             others: The same for all ordinary tensors of its kind and step.
         """

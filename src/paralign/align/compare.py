@@ -1,7 +1,8 @@
 """Compare two recorded runs: is the parallel one the same training run as the reference?
 
-Causal order: facts of the run, initial parameters, loss and valid tokens, gradients, gradient norm, then
-moments, updates and parameters after the step; then the next step. The first thing out of budget is explained.
+Causal order: facts of the run, initial parameters, loss and valid tokens, gradients, gradient norm,
+then moments, updates and parameters after the step; then the next step. The first thing out of
+budget is explained.
 """
 
 from __future__ import annotations
@@ -44,9 +45,10 @@ def compare(
     Args:
         reference: Trace folder of the run to be equal to, on any mesh.
         parallel: Trace folder of the run under test, on any mesh.
-        truth: Trace folder of the reference run in fp64, from the same weights and data. Then a run in
-            fp32 or bf16 may be no further from it than a small multiple of the reference's own distance.
-            Without it the budget of such runs is a measured table, and the report says *uncalibrated*.
+        truth: Trace folder of the reference run in fp64, from the same weights and data. Then a run
+            in fp32 or bf16 may be no further from it than a small multiple of the reference's own
+            distance. Without it the budget of such runs is a measured table, and the report says
+            *uncalibrated*.
         allow_skipped: Let what could not be compared not stand against ``aligned``.
         config: Anything JSON can hold, put into the report.
 
@@ -157,8 +159,8 @@ class _Comparison:
         failing = [row for row in measured if not row.ok]
         if other_start:
             return INCONCLUSIVE, (
-                f"the runs start from different weights: {len(other_start)} of {coverage.parameters} "
-                f"parameters differ, first {other_start[0].name}"
+                f"the runs start from different weights: {len(other_start)} of "
+                f"{coverage.parameters} parameters differ, first {other_start[0].name}"
             )
         if self._judge.reference_problems:
             return INCONCLUSIVE, self._judge.reference_problems[0]
@@ -173,7 +175,8 @@ class _Comparison:
         if not coverage.is_full and not self._allow_skipped:
             first = coverage.skipped[0]
             return INCONCLUSIVE, (
-                f"{len(coverage.skipped)} things were not compared, first {first['name']}: {first['why']}"
+                f"{len(coverage.skipped)} things were not compared, first {first['name']}: "
+                f"{first['why']}"
             )
         return ALIGNED, self._why_aligned(rows, measured)
 
@@ -181,12 +184,13 @@ class _Comparison:
         worst = max(measured, key=lambda row: row.strain)
         elements = sum(self._judge.names.values())
         text = (
-            f"{elements:,} elements in {len(measured)} comparisons, all within budget; closest to it "
-            f"{_describe(worst)}"
+            f"{elements:,} elements in {len(measured)} comparisons, all within budget; closest to "
+            f"it {_describe(worst)}"
         )
         listed = [row for row in rows if row.budget_eps is None]
         if self._budget.yardstick is Yardstick.UNCALIBRATED:
-            text += "; the budget is an uncalibrated table: give the fp64 run as truth for a measured one"
+            text += "; the budget is an uncalibrated table: give the fp64 run as truth for a "
+            "measured one"
         if listed:
             text += f"; {len(listed)} listed, not gated"
         return text
@@ -205,7 +209,9 @@ class _Comparison:
             if moment == first:
                 return [explain_scalar(row, sizes)]
         chosen: list[Compared] = [item for item in tensors if item.moment == first]
-        owners = {name: owner for index in self._parallel.ranks for name, owner in index.modules.items()}
+        owners = {
+            name: owner for index in self._parallel.ranks for name, owner in index.modules.items()
+        }
         return explain_tensors(chosen, sizes, owners)
 
 
@@ -221,13 +227,13 @@ def _budget(parallel: TraceReader, truth: TraceReader | None) -> Budget:
         return Budget(dtype, Yardstick.FP64 if fixed else Yardstick.UNCALIBRATED)
     if dtype == "float64":
         raise ConfigError(
-            f"truth={str(truth.directory)!r} is for runs in fp32 or bf16; this one is in fp64, where the "
-            "reference is exact enough. Leave truth out."
+            f"truth={str(truth.directory)!r} is for runs in fp32 or bf16; this one is in fp64, "
+            "where the reference is exact enough. Leave truth out."
         )
     if truth.facts.run.get("compute_dtype") != "float64":
         raise ConfigError(
-            f"truth={str(truth.directory)!r} was computed in {truth.facts.run.get('compute_dtype')}. "
-            "Record the reference run in float64 for it."
+            f"truth={str(truth.directory)!r} was computed in "
+            f"{truth.facts.run.get('compute_dtype')}. Record the reference run in float64 for it."
         )
     return Budget(dtype, Yardstick.TRUTH)
 

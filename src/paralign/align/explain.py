@@ -1,7 +1,7 @@
 """Name the cause of a failure where the numbers prove one.
 
-A hypothesis is reported only if the tensor, corrected for it, falls back into its budget. What fails first in
-causal order is explained; what follows from it is not.
+A hypothesis is reported only if the tensor, corrected for it, falls back into its budget. What
+fails first in causal order is explained; what follows from it is not.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ _LARGEST_FACTOR = 64
 
 
 def explain_tensors(
-    failing: Sequence[Compared], sizes: Mapping[str, int], owners: Mapping[str, Mapping[str, object]]
+    failing: Sequence[Compared],
+    sizes: Mapping[str, int],
+    owners: Mapping[str, Mapping[str, object]],
 ) -> list[Finding]:
     """Explain the tensors that fail at the first failing moment.
 
@@ -116,9 +118,11 @@ def _factor_finding(
     if len(candidates) == 1:
         axes = [part.split("=")[0] for part in candidates[0].split(" x ")]
         axes = [axis for axis in axes if axis != "num_microbatches"]
-    if component == "backward" and candidates and candidates != [
-        f"num_microbatches={sizes.get('num_microbatches')}"
-    ]:
+    if (
+        component == "backward"
+        and candidates
+        and candidates != [f"num_microbatches={sizes.get('num_microbatches')}"]
+    ):
         component = "reduction"
     kind = worst.moment.kind
     what = f"{len(proven)} {kind} tensors are" if len(proven) > 1 else f"This {kind} is"
@@ -137,8 +141,8 @@ def _factor_finding(
             "factor": str(factor),
             "tensors": len(proven),
         },
-        fix=f"{what} {factor} times the reference's, to the last digits.{source} Look for a mean where a sum belongs, a "
-        "sum where a mean belongs, or a reduction done twice.",
+        fix=f"{what} {factor} times the reference's, to the last digits.{source} Look for a mean "
+        "where a sum belongs, a sum where a mean belongs, or a reduction done twice.",
         candidates=candidates if len(candidates) > 1 else [],
         separate_by=_separate(candidates),
     )
@@ -149,8 +153,8 @@ def _separate(candidates: Sequence[str]) -> str | None:
         return None
     names = sorted({part.split("=")[0] for text in candidates for part in text.split(" x ")})
     return (
-        f"run again with only one of {', '.join(names)} changed to a size that no other has: the factor "
-        "follows the guilty one"
+        f"run again with only one of {', '.join(names)} changed to a size that no other has: the "
+        "factor follows the guilty one"
     )
 
 
@@ -161,9 +165,9 @@ def _missing_finding(missing: Sequence[Compared]) -> Finding:
         cause="missing_contribution",
         tensor=worst.row.label,
         evidence={**_evidence(worst, None), "tensors": len(missing)},
-        fix=f"{worst.moment.kind} is None or zero everywhere in the parallel run, but not in the reference "
-        f"({len(missing)} tensors). Look for a detached output, a frozen parameter, or a stage whose "
-        "backward did not run.",
+        fix=f"{worst.moment.kind} is None or zero everywhere in the parallel run, but not in the "
+        f"reference ({len(missing)} tensors). Look for a detached output, a frozen parameter, or a "
+        "stage whose backward did not run.",
     )
 
 
@@ -178,11 +182,9 @@ def _unknown_finding(unknown: Sequence[Compared]) -> Finding:
     single = len(ranks) == 1 and others
     evidence = {**_evidence(worst, None), "tensors": len(unknown), "ranks": ranks}
     if single:
-        fix = (
-            f"Only what rank {ranks[0]} holds is off; the other ranks' parts are in budget. Look at that rank."
-        )
+        fix = f"Only what rank {ranks[0]} holds is off; the other ranks' parts are in budget."
     elif worst.moment.kind == Kind.PARAM:
-        fix = "The runs start from different weights. Start both from the same ones, then compare again."
+        fix = "The runs start from different weights. Start both from the same ones."
     else:
         fix = (
             f"No constant factor explains it. Start with {worst.row.label}: it is the worst of "

@@ -9,8 +9,8 @@ from paralign.align.trace import Kind
 from paralign.align.trace_reader import TraceReader
 from paralign.align.verdict import Finding
 
-# Facts that make two runs different training runs. Others (micro-batches, world size, schedule) may differ:
-# that is what parallel means.
+# Facts that make two runs different training runs. Others (micro-batches, world size, schedule) may
+# differ: that is what parallel means.
 MUST_AGREE = (
     "compute_dtype",
     "global_batch",
@@ -24,7 +24,7 @@ MUST_AGREE = (
 
 
 def fact_findings(reference: TraceReader, parallel: TraceReader) -> list[Finding]:
-    """Return one finding per fact, optimizer option and frozen parameter that should agree and does not."""
+    """Return one finding per fact, optimizer option and frozen parameter that does not agree."""
     return [
         *_run_facts(reference.facts.run, parallel.facts.run),
         *_optimizers(reference, parallel),
@@ -111,6 +111,6 @@ def _different(fact: str, reference: Any, parallel: Any) -> Finding:
         component="config",
         cause="different_config",
         evidence={"fact": fact, "reference": reference, "parallel": parallel},
-        fix=f"{fact} is {reference!r} in the reference and {parallel!r} in the parallel run. Give both "
-        "the same.",
+        fix=f"{fact} is {reference!r} in the reference and {parallel!r} in the parallel run. Give "
+        "both the same.",
     )

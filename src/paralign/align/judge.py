@@ -123,7 +123,7 @@ class Judge:
         return list(dict.fromkeys(names))
 
     def _complete(self, moment: Moment, name: str) -> tuple[Quantity, Quantity, Quantity] | None:
-        """Return the parallel quantity, the reference's and the base, or note why there are not all."""
+        """Return the parallel quantity, the reference's and the base, or note what is missing."""
         roles = [("parallel run", self._parallel), ("reference", self._reference)]
         if self._truth is not None:
             roles.append(("truth", self._truth))
@@ -166,9 +166,7 @@ class Judge:
             item = Compared(moment, row, side, reference, measured, 0.0)
             self.compared.append(item)
 
-    def _check_reference_replicas(
-        self, moment: Moment, name: str, reference: Quantity
-    ) -> None:
+    def _check_reference_replicas(self, moment: Moment, name: str, reference: Quantity) -> None:
         """A reference whose own replicas disagree cannot be what a run is held against."""
         if all(len(pieces) == 1 for pieces in reference.replicas.values()):
             return
@@ -183,7 +181,8 @@ class Judge:
         own_names = set((self._truth or self._reference).names(moment))
         norms = [pair.measured.total.base for pair in pairs if pair.name in own_names]
         self._global_norm[moment.step] = math.hypot(*norms)
-        # A truth is exact enough to tell a small gradient from none; a reference is as exact as its dtype.
+        # A truth is exact enough to tell a small gradient from none; a reference is as exact as its
+        # dtype.
         eps = EPS["float64"] if self._truth is not None else self._budget.eps
         limit = eps * self._global_norm[moment.step]
         self._zero_names |= {pair.name for pair in pairs if pair.measured.total.base <= limit}
@@ -219,9 +218,7 @@ class Judge:
         row.ok = row.eps <= 1.0
         return Compared(moment, row, pair.side, pair.base, pair.measured, None)
 
-    def _tolerance(
-        self, moment: Moment, pair: _Pair, others: Sequence[float]
-    ) -> float | None:
+    def _tolerance(self, moment: Moment, pair: _Pair, others: Sequence[float]) -> float | None:
         after = moment.step > min(self._steps) or moment.kind in (UPDATE, Kind.PARAM_AFTER)
         if self._budget.yardstick is Yardstick.FP64:
             after |= moment.kind == Kind.MOMENT

@@ -1,7 +1,7 @@
 """Measure how far one side's tensor is from the other's, reading both in parts.
 
-All sums are taken in fp64. At most a few parts of :data:`PART_ELEMENTS` elements are in memory at a time,
-however large the tensors are.
+All sums are taken in fp64. At most a few parts of :data:`PART_ELEMENTS` elements are in memory at a
+time, however large the tensors are.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PART_ELEMENTS = 1 << 20
 """Elements compared at once: 8 MiB per operand."""
 
 REPORTED_SHARE = 2e-3
-"""Elements with ``|d| > 2e-3 + 2e-3 * |reference|`` are what ``allclose`` at 2e-3 would have seen."""
+"""``allclose`` with this would refuse elements with ``|d| > 2e-3 + 2e-3 * |reference|``."""
 
 
 @dataclass
@@ -144,9 +144,7 @@ def compare_parts(x: Tensor, r: Tensor, box: Box) -> Distance:
         norm = _norm(r)
         zero = tuple(box.start)
         value = float(r.reshape(-1)[0])
-        return Distance(
-            x.numel(), 0.0, norm, norm, norm * norm, 0, 0, 0.0, zero, (value, value)
-        )
+        return Distance(x.numel(), 0.0, norm, norm, norm * norm, 0, 0, 0.0, zero, (value, value))
     difference = (x - r).reshape(-1)
     magnitude = difference.abs()
     worst, at = magnitude.max(dim=0)  # NaN wins

@@ -1,4 +1,4 @@
-"""Global names of a model's parameters, looked up through wrappers and over several stage modules."""
+"""Global names of a model's parameters, through wrappers and over several stage modules."""
 
 from __future__ import annotations
 
@@ -49,9 +49,11 @@ def named_parameters(
 
     Args:
         modules: One model, or the stage modules that this rank holds, with global names.
-        names: Renames parameters: old name -> new name, or a function. Two parameters may get the same
+        names: Renames parameters: old name -> new name, or a function. Two parameters may get the
+            same
             new name: they are copies of one (a tied pair on two stages).
-        holds_all: No other rank holds further parameters, so that a rule which renames nothing is wrong.
+        holds_all: No other rank holds further parameters, so that a rule which renames nothing is
+            wrong.
 
     Raises:
         ConfigError: There are no parameters, two different ones have the same name, or ``names``
@@ -64,11 +66,13 @@ def named_parameters(
     for module in modules:
         for old_name, parameter, owner, owner_name in _walk(module, ""):
             unused.discard(old_name)
-            known = found.setdefault(id(parameter), _Found(parameter, owner, owner_name, old_name, []))
+            known = found.setdefault(
+                id(parameter), _Found(parameter, owner, owner_name, old_name, [])
+            )
             if holder.setdefault(old_name, id(parameter)) != id(parameter):
                 clashes.append(
-                    f"two different parameters are both called {old_name!r}. Pipeline chunks must keep "
-                    "global names; record each chunk with the names of the whole model"
+                    f"two different parameters are both called {old_name!r}. Pipeline chunks must "
+                    "keep global names; record each chunk with the names of the whole model"
                 )
             if (name := _rename(old_name, names)) not in known.names:
                 known.names.append(name)
@@ -100,9 +104,7 @@ class _Found:
     names: list[str]
 
 
-def _walk(
-    module: nn.Module, prefix: str
-) -> Iterator[tuple[str, nn.Parameter, nn.Module, str]]:
+def _walk(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Parameter, nn.Module, str]]:
     for name, parameter in module._parameters.items():
         if parameter is not None:
             yield prefix + name, parameter, module, prefix.rstrip(".")

@@ -1,7 +1,7 @@
 """Bring together what two traces say about the same tensor, piece by piece, without assembling it.
 
-A *quantity* is a tensor of one kind at one step under one name; each side holds it in pieces. Pieces with
-the same map are replicas. Pairing here is by global names and placements.
+A *quantity* is a tensor of one kind at one step under one name; each side holds it in pieces.
+Pieces with the same map are replicas. Pairing here is by global names and placements.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class Quantity:
         return any(entry.file is not None for piece in self.pieces for _, entry in piece.terms)
 
     def fetch(self, box: Box) -> Tensor:
-        """Return the part of the global tensor at ``box``, put together from the pieces it meets."""
+        """Return the global tensor's part at ``box``, put together from the pieces it meets."""
         whole: Tensor | None = None
         for piece, held in self.cover:
             both = held.intersect(box)
@@ -215,9 +215,7 @@ class Side:
             yield f"ranks disagree on its global shape: {', '.join(shapes)}"
             return
         for rank, entry in found:
-            if absent := sorted(
-                set(self._peers(rank, entry.partial_over)) - {r for r, _ in found}
-            ):
+            if absent := sorted(set(self._peers(rank, entry.partial_over)) - {r for r, _ in found}):
                 yield f"summands of rank {', '.join(map(str, absent))} are missing"
         total = Box((), (), shape).numel
         parts = [box for held in {piece.map for piece in pieces} for box in boxes(held)]

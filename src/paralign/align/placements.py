@@ -1,4 +1,4 @@
-"""Where a tensor's local piece belongs: read from a DTensor by its interface, never by its class."""
+"""Where a tensor's local piece belongs: read from a DTensor by its interface, not its class."""
 
 from __future__ import annotations
 
@@ -27,6 +27,12 @@ class Placed:
 def is_dtensor(tensor: Any) -> bool:
     """Say whether ``tensor`` has a DTensor's interface, whichever library it comes from."""
     return all(hasattr(tensor, name) for name in ("placements", "device_mesh", "to_local"))
+
+
+def local_of(tensor: Any) -> Tensor:
+    """Return the local tensor of a DTensor, and any other tensor itself."""
+    local: Tensor = tensor.to_local() if is_dtensor(tensor) else tensor
+    return local.detach()
 
 
 class RankAxes:
@@ -66,8 +72,9 @@ class RankAxes:
                 (),
                 "sum",
             )
-        mesh, placements = tensor.device_mesh, tuple(tensor.placements)  # type: ignore[attr-defined]
-        local = tensor.to_local().detach()  # type: ignore[attr-defined]
+        dtensor: Any = tensor
+        mesh, placements = dtensor.device_mesh, tuple(dtensor.placements)
+        local = local_of(tensor)
         names = self._add_mesh(mesh)
         partial_over, partial_op = _partial(names, placements)
         return Placed(
@@ -98,8 +105,8 @@ class RankAxes:
         for axis in self.run_axes:
             group = self.groups[axis]
             if not all(rank in coordinate_of for rank in group):
-                # The tensor's mesh does not know this axis: a copy of the mesh per coordinate. Along pp
-                # these copies are other layers.
+                # The tensor's mesh does not know this axis: a copy of the mesh per coordinate.
+                # Along pp these copies are other layers.
                 same = axis != "pp"
             else:
                 spread = zip(*(coordinate_of[rank] for rank in group), strict=True)
@@ -122,8 +129,8 @@ class RankAxes:
 
         if isinstance(group, tuple | list | int):
             raise ConfigError(
-                f"mesh[{axis!r}]={group!r} is not a process group. Give a DeviceMesh, or a process group "
-                "per axis."
+                f"mesh[{axis!r}]={group!r} is not a process group. Give a DeviceMesh, or a process "
+                "group per axis."
             )
         self.groups[axis] = dist.get_process_group_ranks(group)
         self.coordinates[axis] = dist.get_rank(group)
@@ -162,9 +169,9 @@ def _partial(names: Sequence[str], placements: Sequence[Any]) -> tuple[tuple[str
     kinds = {type(placement).__name__ for placement in pending.values()}
     if len(ops) > 1 or not ops <= {"sum", "avg"} or not kinds <= {"Partial"}:
         raise LayoutError(
-            f"placements={tuple(placements)} leave a reduction pending that is neither one sum nor one "
-            "avg, so the value cannot be put together from the ranks' pieces. Redistribute the tensor to "
-            "Replicate or Shard first."
+            f"placements={tuple(placements)} leave a reduction pending that is neither one sum nor "
+            "one avg, so the value cannot be put together from the ranks' pieces. Redistribute the "
+            "tensor to Replicate or Shard first."
         )
     return tuple(pending), next(iter(ops), "sum")
 
@@ -173,7 +180,8 @@ def _coordinate(mesh: Any) -> tuple[int, ...]:
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         raise ConfigError(
-            f"this rank is not on the mesh {mesh}. Record with a mesh that holds every recording rank."
+            f"this rank is not on the mesh {mesh}. Record with a mesh that holds every recording "
+            "rank."
         )
     return tuple(coordinate)
 

@@ -6,7 +6,8 @@
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)     # seen by itself
         optimizer.step()                                                   # ends the step
 
-Gradients are taken as the optimizer is about to use them and before clipping. Recording reads and never
+Gradients are taken as the optimizer is about to use them and before clipping. Recording reads and
+never
 writes: the run's numbers stay the same to the last bit.
 """
 
@@ -44,10 +45,10 @@ def record(
     Args:
         directory: Folder of the trace, the same on every rank (or one per machine, brought together
             later). An earlier trace in it is replaced.
-        model: The model, or the stage modules this rank holds, with global parameter names. Wrappers are
-            looked through.
-        mesh: The run's ``DeviceMesh``, or axis name -> process group. Tells which axes hold replicas;
-            what DTensors are split over is read from themselves.
+        model: The model, or the stage modules this rank holds, with global parameter names.
+            Wrappers are looked through.
+        mesh: The run's ``DeviceMesh``, or axis name -> process group. Tells which axes hold
+            replicas; what DTensors are split over is read from themselves.
         optimizer: The optimizer, or all of them; anything with ``step()``. Default: every torch
             optimizer that holds one of the parameters.
         steps: Number of optimizer steps to record; then the recorder detaches by itself.
@@ -56,7 +57,8 @@ def record(
         names: Renames parameters: old -> new, or a function.
         stages: Pipeline stages this rank holds, for the trace to say.
         facts: What is true of the run and can be written as JSON: ``global_batch``, ``seq_len``,
-            ``num_microbatches``, ``compute_dtype``, ``clip``, ``seed``, ... compared before any number.
+            ``num_microbatches``, ``compute_dtype``, ``clip``, ``seed``, ... compared before any
+            number.
         alone: This process records a run of its own although it belongs to a process group.
 
     Raises:

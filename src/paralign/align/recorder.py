@@ -1,8 +1,9 @@
 """The state of one recording: which step it is, whether its gradients were taken, where they go.
 
-A step begins with ``start`` or with the end of the step before. Its gradients are taken once, at the first
-of: ``gradients()``, a clipping call, the entry of ``optimizer.step()``. It ends when every optimizer has
-stepped; the parameters and the optimizer's state are taken then.
+A step begins with ``start`` or with the end of the step before. Its gradients are taken once, at
+the first
+of: ``gradients()``, a clipping call, the entry of ``optimizer.step()``. It ends when every
+optimizer has stepped; the parameters and the optimizer's state are taken then.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from paralign.align.names import NamedParameter, NameRule, named_parameters
-from paralign.align.placements import RankAxes, is_dtensor
+from paralign.align.placements import RankAxes, is_dtensor, local_of
 from paralign.align.states import describe_optimizer, parameter_state
 from paralign.align.trace import Facts, Kind, RankIndex, ScalarEntry, TensorEntry
 from paralign.align.trace_writer import TraceWriter, dtype_name, prepare_folder
@@ -117,8 +118,8 @@ class Recorder:
             value: The loss.
             tokens: Number of valid label tokens it was computed from.
             reduction: ``sum`` or ``mean`` over these tokens.
-            scope: ``local``: a part (this rank's, or one micro-batch's); the parts of all ranks and calls
-                are added up. ``global``: the loss of the whole step.
+            scope: ``local``: a part (this rank's, or one micro-batch's); the parts of all ranks and
+                calls are added up. ``global``: the loss of the whole step.
 
         Raises:
             ConfigError: A local mean without its tokens, or an unknown reduction or scope.
@@ -130,7 +131,8 @@ class Recorder:
             problems.append(f"scope={scope!r} must be 'local' or 'global'")
         if scope == "local" and reduction == "mean" and tokens is None:
             problems.append(
-                "a local mean cannot be added up without its weight. Pass tokens=number of valid labels"
+                "a local mean cannot be added up without its weight. Pass tokens=number of valid "
+                "labels"
             )
         if problems:
             raise ConfigError.from_problems("rec.loss cannot take this", problems)
@@ -144,8 +146,8 @@ class Recorder:
     def norm(self, value: float | Tensor) -> None:
         """Report the gradient norm of the step in progress.
 
-        torch's clipping is seen without it. What is reported here counts instead of what was seen: a
-        stage's own norm, say, before it was summed over the pipeline.
+        torch's clipping is seen without it. What is reported here counts instead of what was seen:
+        a stage's own norm, say, before it was summed over the pipeline.
         """
         if self._recording() and "norm" in self._what:
             scalars = self._open_writer().index.scalars
@@ -158,7 +160,7 @@ class Recorder:
             scalars.append(ScalarEntry("norm", self._step, _number(value)))
 
     def gradients(self) -> None:
-        """Take the gradients now; needed only where clipping hides in a call nobody can see into."""
+        """Take the gradients now; needed only where clipping hides inside another call."""
         self._gradients_in_use(None)
 
     def _gradients_in_use(self, concerned: set[int] | None) -> None:
@@ -170,13 +172,13 @@ class Recorder:
             for parameter in group["params"]
         }
         if self._stepped and (concerned is None or concerned & stepped):
-            # Gradients of what has been stepped already: the step before had ended, though some trainable
-            # parameters belong to no optimizer. Nothing has changed the parameters since.
+            # Gradients of what has been stepped already: the step before had ended, though some
+            # trainable parameters belong to no optimizer. Nothing has changed the parameters since.
             self._end_step()
         if not self._recording() or self._captured or "grads" not in self._what:
             return
         self._captured = True
-        tensors = []
+        tensors: list[tuple[TensorEntry, Tensor | None]] = []
         for named in self._parameters:
             gradient = named.parameter.grad
             if gradient is None:
@@ -230,7 +232,8 @@ class Recorder:
                 trouble = error
         number = secrets.randbits(62) if trouble is None else -1
         if self._world_size > 1:
-            # Every rank learns of rank 0's trouble instead of waiting for a trace that never begins.
+            # Every rank learns of rank 0's trouble instead of waiting for a trace that never
+            # begins.
             shared = torch.tensor([number], device=_group_device(self._parameters[0].parameter))
             dist.broadcast(shared, src=0)
             number = int(shared.item())
@@ -358,22 +361,19 @@ class Recorder:
             dtypes[name] = dtypes.get(name, 0) + named.parameter.numel()
         run = {"compute_dtype": max(dtypes, key=lambda name: dtypes[name]), **self._facts}
         versions = {"torch": str(torch.__version__)}
-        return Facts(
-            index.trace_id, self._world_size, index.steps, list(self._what), versions, run
-        )
+        return Facts(index.trace_id, self._world_size, index.steps, list(self._what), versions, run)
 
 
 def _number(value: float | Tensor) -> float:
-    if not isinstance(value, Tensor):
-        return float(value)
-    if is_dtensor(value):
-        value = value.full_tensor()  # type: ignore[attr-defined]
-    return float(value.detach())
+    whole: Any = value
+    if is_dtensor(whole):
+        whole = whole.full_tensor()
+    return float(whole.detach() if isinstance(whole, Tensor) else whole)
 
 
 def _local_bytes(tensor: Tensor) -> int:
-    local = tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[operator]
-    return int(local.numel() * local.element_size())
+    local = local_of(tensor)
+    return local.numel() * local.element_size()
 
 
 def _group_device(tensor: Tensor) -> torch.device:

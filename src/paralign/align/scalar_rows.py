@@ -89,7 +89,9 @@ class ScalarJudge:
 
     def _miss_loss(self, step: int) -> None:
         self._skip(
-            step, "loss", "not reported. Call rec.loss(...) on one rank at least, before optimizer.step()"
+            step,
+            "loss",
+            "not reported. Call rec.loss(...) on one rank at least, before optimizer.step()",
         )
 
     def _compare_tokens(self, step: int, reference: StepLoss, parallel: StepLoss) -> None:
@@ -185,7 +187,7 @@ def explain_scalar(row: TensorRow, sizes: Mapping[str, int]) -> Finding:
         left = abs(row.scale / float(factor) - 1) * (row.eps / row.rel_l2)
         exact = row.budget_eps is not None and left <= row.budget_eps
     values = row.worst_values or (math.nan, math.nan)
-    evidence = {
+    evidence: dict[str, object] = {
         "eps_before": row.eps,
         "eps_after": left if exact else None,
         "share_beyond_2e-3": None,
@@ -193,7 +195,9 @@ def explain_scalar(row: TensorRow, sizes: Mapping[str, int]) -> Finding:
         "parallel": values[1],
     }
     component = {"tokens": "data", "loss": "loss", "norm": "clipping"}[row.kind]
-    told = f"{row.kind} is {values[1]:.17g} in the parallel run and {values[0]:.17g} in the reference"
+    told = (
+        f"{row.kind} is {values[1]:.17g} in the parallel run and {values[0]:.17g} in the reference"
+    )
     if exact and factor is not None:
         candidates = factor_candidates(factor, sizes)
         evidence["factor"] = str(factor)
@@ -203,15 +207,15 @@ def explain_scalar(row: TensorRow, sizes: Mapping[str, int]) -> Finding:
             tensor=row.name,
             axes=[candidates[0].split("=")[0]] if len(candidates) == 1 else [],
             evidence=evidence,
-            fix=f"{told}: exactly {factor} times. Look for tokens counted twice, a mean of means, or whole "
-            "sequences where slices are due.",
+            fix=f"{told}: exactly {factor} times. Look for tokens counted twice, a mean of means, "
+            "or whole sequences where slices are due.",
             candidates=candidates if len(candidates) > 1 else [],
         )
     cause = {"tokens": "different_data", "loss": "unknown", "norm": "wrong_norm"}[row.kind]
     advice = {
         "tokens": "Give both runs the same batch, and count only labels that are not ignored.",
         "loss": "The gradients below tell which part of the model the difference comes from.",
-        "norm": "The gradients agree, so the norm is put together wrongly: every element once, over all axes.",
+        "norm": "The gradients agree; the norm must count every element once, over all axes.",
     }[row.kind]
     return Finding(
         component=component,

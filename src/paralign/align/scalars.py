@@ -1,4 +1,4 @@
-"""Put the numbers that ranks reported together: the loss of a step, its valid tokens, its gradient norm."""
+"""Put together what ranks reported of a step: its loss, valid tokens and gradient norm."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class StepLoss:
 def step_loss(trace: TraceReader, step: int) -> StepLoss | None:
     """Return the loss of ``step``; None if no rank reported one.
 
-    Reports of the whole step count as they are. Parts are added up over ranks and calls; of ranks that hold
-    the same part (tp) the first counts.
+    Reports of the whole step count as they are. Parts are added up over ranks and calls; of ranks
+    that hold the same part (tp) the first counts.
     """
     reports = _reports(trace, "loss", step)
     whole = [entry for _, entry in reports if entry.scope == "global"]

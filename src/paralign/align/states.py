@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paralign.align.placements import is_dtensor
+from paralign.align.placements import is_dtensor, local_of
 
 # Options that choose a kernel, not a result.
 _KERNEL_OPTIONS = ("params", "foreach", "fused", "capturable", "differentiable", "initial_lr")
@@ -19,9 +19,10 @@ def parameter_state(
 ) -> Iterator[tuple[str, Tensor | None, str]]:
     """Yield ``(state name, tensor, why)`` for every state of ``parameter``.
 
-    ``tensor`` is None, and ``why`` says so, for a state whose part of the global tensor is not known.
+    ``tensor`` is None, and ``why`` says so, for a state whose part of the global tensor is not
+    known.
     """
-    local_shape = tuple(_local(parameter).shape)
+    local_shape = tuple(local_of(parameter).shape)
     for optimizer in optimizers:
         states = getattr(optimizer, "state", None)
         if not isinstance(states, Mapping) or parameter not in states:
@@ -39,8 +40,8 @@ def parameter_state(
                 yield (
                     name,
                     None,
-                    f"its shape {tuple(value.shape)} is not the parameter's, so what it is of the whole "
-                    "is not known",
+                    f"its shape {tuple(value.shape)} is not the parameter's, so what it is of the "
+                    "whole is not known",
                 )
 
 
@@ -48,17 +49,10 @@ def describe_optimizer(optimizer: Any, names: Mapping[int, str]) -> dict[str, An
     """Return the class and the options of each group, with the names of its parameters."""
     groups = []
     for group in getattr(optimizer, "param_groups", []):
-        options = {
-            key: _plain(value) for key, value in group.items() if key not in _KERNEL_OPTIONS
-        }
+        options = {key: _plain(value) for key, value in group.items() if key not in _KERNEL_OPTIONS}
         members = [names[id(p)] for p in group["params"] if id(p) in names]
         groups.append({"options": options, "names": members})
     return {"class": type(optimizer).__name__, "groups": groups}
-
-
-def _local(tensor: Tensor) -> Tensor:
-    local: Tensor = tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[operator]
-    return local
 
 
 def _plain(value: Any) -> Any:

@@ -1,6 +1,7 @@
-"""What a trace folder contains, as values: tensors, scalars, one index per rank and the facts of the run.
+"""What a trace folder contains, as values: tensors, scalars, an index per rank, and facts.
 
-docs/trace.md describes the format and ``schema/trace.schema.json`` checks it, so that others can write it.
+docs/trace.md describes the format and ``schema/trace.schema.json`` checks it, so that others can
+write it.
 Nothing here touches files or torch: see ``trace_writer`` and ``trace_reader``.
 """
 
@@ -141,8 +142,8 @@ class TensorEntry:
                     raise ValueError(f"{self.kind} {self.name!r} has a broken map of dim {dim}")
                 if left < 0 or right > self.shape[dim]:
                     raise ValueError(
-                        f"{self.kind} {self.name!r} maps dim {dim} to {left}:{right}, outside of its "
-                        f"global size {self.shape[dim]}"
+                        f"{self.kind} {self.name!r} maps dim {dim} to {left}:{right}, outside of "
+                        f"its global size {self.shape[dim]}"
                     )
                 at = stop
 

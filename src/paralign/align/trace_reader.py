@@ -1,7 +1,7 @@
 """Read a trace folder: check that it is whole, then hand out parts of its tensors.
 
-Payloads are memory-mapped: reading a box touches that box. A folder that is truncated, mixed up or not a
-trace is a ``TraceError`` that names the file.
+Payloads are memory-mapped: reading a box touches that box. A folder that is truncated, mixed up or
+not a trace is a ``TraceError`` that names the file.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ class TraceReader:
         directory: The trace folder.
 
     Raises:
-        TraceError: The folder is not a trace, or a file is missing, truncated or from another trace.
+        TraceError: The folder is not a trace, or a file is missing, truncated or from another
+            trace.
     """
 
     def __init__(self, directory: str | Path) -> None:
@@ -72,9 +73,9 @@ class TraceReader:
             shape, code = tuple(part.get_shape()), part.get_dtype()
             if (shape, code) != (local_shape(entry.map), DTYPE_CODES[entry.dtype]):
                 raise TraceError(
-                    f"{self.directory / entry.file}: {entry.key!r} is {code} {list(shape)}, but the index "
-                    f"says {DTYPE_CODES[entry.dtype]} {list(local_shape(entry.map))}. The files are mixed "
-                    "up; record again."
+                    f"{self.directory / entry.file}: {entry.key!r} is {code} {list(shape)}, but "
+                    f"the index says {DTYPE_CODES[entry.dtype]} {list(local_shape(entry.map))}. "
+                    "The files are mixed up; record again."
                 )
             tensor: Tensor
             if shape == box.shape:
@@ -105,8 +106,8 @@ class TraceReader:
         if not path.exists():
             if any(self.directory.glob("rank?????.*")):
                 raise TraceError(
-                    f"{path}: missing, so rank 0 did not finish recording. Let the run reach rec.stop(), "
-                    "or the end of its recorded steps, on every rank."
+                    f"{path}: missing, so rank 0 did not finish recording. Let the run reach "
+                    "rec.stop(), or the end of its recorded steps, on every rank."
                 )
             raise TraceError(f"{path}: missing, so {self.directory} is not a trace.")
         data = self._read_json(path)
@@ -122,8 +123,9 @@ class TraceReader:
         path = self.directory / f"{rank_stem(rank)}.json"
         if not path.exists():
             raise TraceError(
-                f"{path}: missing, so rank {rank} of {self.facts.world_size} did not finish recording, or "
-                "its files were left on another machine. Bring all ranks' files into one folder."
+                f"{path}: missing, so rank {rank} of {self.facts.world_size} did not finish "
+                "recording, or its files were left on another machine. Bring all ranks' files into "
+                "one folder."
             )
         data = self._read_json(path)
         try:
@@ -133,19 +135,19 @@ class TraceReader:
         facts = self.facts
         if index.rank != rank:
             raise TraceError(
-                f"{path}: it is the index of rank {index.rank}, under the name of rank {rank}. The files "
-                "are mixed up; record again."
+                f"{path}: it is the index of rank {index.rank}, under the name of rank {rank}. The "
+                "files are mixed up; record again."
             )
         if (index.trace_id, index.world_size) != (facts.trace_id, facts.world_size):
             raise TraceError(
-                f"{path}: it belongs to trace {index.trace_id} of {index.world_size} ranks, but {FACTS} to "
-                f"trace {facts.trace_id} of {facts.world_size}. Two recordings are mixed; record again "
-                "into an empty folder."
+                f"{path}: it belongs to trace {index.trace_id} of {index.world_size} ranks, but "
+                f"{FACTS} to trace {facts.trace_id} of {facts.world_size}. Two recordings are "
+                "mixed; record again into an empty folder."
             )
         if index.steps != facts.steps:
             raise TraceError(
-                f"{path}: rank {rank} recorded the steps {index.steps}, but rank 0 recorded {facts.steps}. "
-                "The run was truncated; record again."
+                f"{path}: rank {rank} recorded the steps {index.steps}, but rank 0 recorded "
+                f"{facts.steps}. The run was truncated; record again."
             )
         self._check_files(path, index)
         return index
@@ -159,20 +161,23 @@ class TraceReader:
                 raise TraceError(f"{payload}: missing, though {path.name} lists it. Record again.")
             if payload.stat().st_size != size:
                 raise TraceError(
-                    f"{payload}: it has {payload.stat().st_size} bytes, but {path.name} says {size}. It was "
-                    "truncated or replaced; record again."
+                    f"{payload}: it has {payload.stat().st_size} bytes, but {path.name} says "
+                    f"{size}. It was truncated or replaced; record again."
                 )
         for entry in index.tensors:
             if entry.file is not None and entry.file not in index.files:
-                raise self._damaged(path, f"{entry.key!r} is in {entry.file!r}, not listed in files")
+                raise self._damaged(
+                    path, f"{entry.key!r} is in {entry.file!r}, not listed in files"
+                )
 
     def _check_no_other_ranks(self) -> None:
         for path in sorted(self.directory.glob("rank?????.*")):
             number = path.name[4:9]
             if number.isdigit() and int(number) >= self.facts.world_size:
                 raise TraceError(
-                    f"{path}: it is of rank {int(number)}, but {FACTS} counts {self.facts.world_size} ranks. "
-                    "Two recordings are mixed; record again into an empty folder."
+                    f"{path}: it is of rank {int(number)}, but {FACTS} counts "
+                    f"{self.facts.world_size} ranks. Two recordings are mixed; record again into "
+                    "an empty folder."
                 )
 
     def _read_json(self, path: Path) -> dict[str, Any]:
@@ -181,11 +186,13 @@ class TraceReader:
         except ValueError as error:
             raise self._damaged(path, str(error)) from error
         if not isinstance(data, dict) or data.get("format") != FORMAT:
-            raise TraceError(f'{path}: it does not say "format": "{FORMAT}", so it is not a trace\'s.')
+            raise TraceError(
+                f'{path}: it does not say "format": "{FORMAT}", so it is not a trace\'s.'
+            )
         if data.get("version") != VERSION:
             raise TraceError(
-                f"{path}: format version {data.get('version')!r}, but this paralign reads {VERSION}. "
-                "Record and compare with the same paralign."
+                f"{path}: format version {data.get('version')!r}, but this paralign reads "
+                f"{VERSION}. Record and compare with the same paralign."
             )
         return data
 
@@ -201,8 +208,9 @@ class TraceReader:
             raise self._damaged(path, str(error)) from error
         if metadata.get("trace_id") != self.facts.trace_id or metadata.get("file") != name:
             raise TraceError(
-                f"{path}: it was written as {metadata.get('file')!r} of trace {metadata.get('trace_id')!r}, "
-                f"not of {self.facts.trace_id!r}. The files are mixed up; record again."
+                f"{path}: it was written as {metadata.get('file')!r} of trace "
+                f"{metadata.get('trace_id')!r}, not of {self.facts.trace_id!r}. The files are "
+                "mixed up; record again."
             )
         self._open[name] = file
         if len(self._open) > _MAX_OPEN_FILES:

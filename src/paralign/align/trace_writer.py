@@ -1,7 +1,7 @@
-"""Write one rank's part of a trace: payload files one after the other, then the index, then the facts.
+"""Write one rank's part of a trace: payload files one by one, then the index, then the facts.
 
-A payload is an ordinary safetensors file, but written tensor by tensor: recording needs memory for one
-local tensor, and none where tensors are contiguous on the host already.
+A payload is an ordinary safetensors file, but written tensor by tensor: recording needs memory for
+one local tensor, and none where tensors are contiguous on the host already.
 """
 
 from __future__ import annotations
@@ -88,9 +88,7 @@ def prepare_folder(directory: Path, *, rank: int, clear_all: bool) -> None:
         TraceError: The folder holds files that are no part of a trace, or is a file.
     """
     if directory.exists() and not directory.is_dir():
-        raise TraceError(
-            f"directory={str(directory)!r} is a file. Name a folder for the trace."
-        )
+        raise TraceError(f"directory={str(directory)!r} is a file. Name a folder for the trace.")
     directory.mkdir(parents=True, exist_ok=True)
     matches = {path: _OWN_FILE.fullmatch(path.name) for path in directory.iterdir()}
     foreign = sorted(path.name for path, match in matches.items() if not match)
@@ -167,6 +165,6 @@ def _write_data(file: IO[bytes], tensor: Tensor) -> None:
 
 
 def _free_key(entry: TensorEntry, used: set[str]) -> str:
-    """Name a tensor in its file; copies of one parameter (tied, on two stages) share all but a number."""
+    """Name a tensor in its file; copies of one parameter (tied) differ by a number only."""
     key = ":".join(part for part in (entry.kind, entry.state, entry.name) if part)
     return key if key not in used else f"{key}#{len(used)}"

@@ -1,4 +1,4 @@
-"""The result of a comparison as values, and the JSON they become (``schema/report.schema.json``)."""
+"""The result of a comparison as values, and as JSON (``schema/report.schema.json``)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class TensorRow:
     rel_l2: float
     """Frobenius norm of the error over that of the reference; of the truth where one is given."""
     eps: float
-    """The same in eps of the compute dtype; for ``zero_in_theory`` in eps of the global gradient norm."""
+    """In eps of the compute dtype; for ``zero_in_theory``, of the global gradient norm as well."""
     budget_eps: float | None
     """What ``eps`` may be; None: listed, not gated."""
     cosine: float | None

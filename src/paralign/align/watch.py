@@ -1,7 +1,7 @@
 """Notice, in a training loop that is not ours, when gradients are final and when a step has ended.
 
-Three places are watched, only while recording: torch's clipping functions (they change gradients), the entry
-of ``optimizer.step()`` and its end. Nothing is changed on the way through.
+Three places are watched, only while recording: torch's clipping functions (they change gradients),
+the entry of ``optimizer.step()`` and its end. Nothing is changed on the way through.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from torch.optim.optimizer import (
 
 Undo = Callable[[], None]
 
-# Functions that a clipping step goes through, and whether the norm it clips by is their result or their
-# argument. All are looked up by torch itself in these modules, so a function that the user imported by its
-# name is seen too, through the ones it calls.
+# Functions that a clipping step goes through, and whether the norm it clips by is their result or
+# their argument. All are looked up by torch itself in these modules, so a function that the user
+# imported by its name is seen too, through the ones it calls.
 _TOTAL_NORM_FUNCTIONS = ("get_total_norm", "_get_total_norm")
 _CLIP_FUNCTIONS = ("clip_grads_with_norm_", "_clip_grads_with_norm_")
 
@@ -30,10 +30,10 @@ class StepWatch:
 
     Args:
         parameters: The parameters that are recorded; optimizers and clipping of others are ignored.
-        optimizers: The optimizers to watch; None watches every torch optimizer that holds one of the
-            parameters.
-        on_gradients: Called before anything uses or changes gradients, maybe several times a step, with
-            the ids of the parameters they belong to (None: not known).
+        optimizers: The optimizers to watch; None watches every torch optimizer that holds one of
+            the parameters.
+        on_gradients: Called before anything uses or changes gradients, maybe several times a step,
+            with the ids of the parameters they belong to (None: not known).
         on_norm: Called with the norm that the gradients are clipped by.
         on_step_begin: Called with the optimizer at the entry of its ``step()``.
         on_step_end: Called with the optimizer when its ``step()`` has returned.
@@ -161,7 +161,7 @@ class StepWatch:
         self._undo.append(undo)
 
     def _concerned(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[int] | None:
-        """Return the ids of our parameters that a clipping call is given, itself or its gradient."""
+        """Return the ids of our parameters that a clipping call is given, or whose gradients."""
         given = args[0] if args else kwargs.get("parameters", kwargs.get("tensors"))
         if not isinstance(given, list | torch.Tensor):
             return None  # a generator by keyword, which must not be used up

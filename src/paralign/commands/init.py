@@ -17,7 +17,7 @@ from paralign.errors import ConfigError
 
 def init(
     preset: Annotated[
-        str, typer.Argument(metavar="[PRESET]", help=f"One of {', '.join(PRESETS)}.")
+        str, typer.Argument(metavar="PRESET", help=f"One of {', '.join(PRESETS)}.")
     ] = DEFAULT_PRESET,
     output: Annotated[
         Path, typer.Option("--output", "-o", metavar="FILE", help="Where to write it.")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import sys
-import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -13,10 +12,12 @@ from rich.console import Console, RenderableType
 from rich.text import Text
 
 _PIPE_WIDTH = 140
-# In an error: what was given stands out, and so does what to do about it.
-_GIVEN = re.compile(r"[\w.-]+=(?:'[^']*'|\[[^\]]*\]|[^\s,;:()]+(?<!\.))")
+# In an error, what was given stands out, and so does what to do about it.
+_LIST = r"\[(?:[^\[\]]|\[[^\[\]]*\])*\]"
+_GIVEN = re.compile(rf"(?:[\w.-]+=(?:'[^']*'|{_LIST}|\{{[^{{}}]*\}}|[^\s,;:()]+(?<!\.)))")
+_KEY = re.compile(r"(?<=^  - )[\w.]+(?=:)")
 _FIX = re.compile(
-    r"(?:Did you mean|Use|Write|Give|Remove|Keep|Name|List|Leave|Start|Make) [^\n]*$", re.M
+    r"(?<=[.:?] )(?:Did you mean|Use|Write|Give|Remove|Keep|Name|List|Leave|Start|Make)\b.*"
 )
 
 
@@ -24,7 +25,9 @@ def print_result(renderable: RenderableType) -> None:
     """Print to stdout. A reader that has gone away, such as ``head``, is no error."""
     # A file or a pipe has no width: give tables room, instead of the 80 columns that rich assumes.
     unbounded = not sys.stdout.isatty() and "COLUMNS" not in os.environ
-    console = Console(soft_wrap=unbounded, width=_PIPE_WIDTH if unbounded else None)
+    console = Console(
+        soft_wrap=unbounded, width=_PIPE_WIDTH if unbounded else None, highlight=False
+    )
     try:
         console.print(renderable)
         sys.stdout.flush()
@@ -42,21 +45,24 @@ def forget_stdout() -> None:
 def print_error(message: str) -> None:
     """Print one paragraph to stderr, wrapped to the terminal where it is one."""
     console = Console(stderr=True, highlight=False)
-    text = f"error: {message.strip()}"
-    if console.is_terminal:
-        text = "\n".join(_wrap(line, console.width) for line in text.splitlines())
-    styled = Text(text)
-    styled.highlight_regex(_FIX, "green")
-    styled.highlight_regex(_GIVEN, "bold")
-    styled.stylize("bold red", 0, len("error:"))
-    console.print(styled, soft_wrap=True)
+    for line in f"error: {message.strip()}".splitlines():
+        styled = Text(line)
+        styled.highlight_regex(_FIX, "green")
+        styled.highlight_regex(_GIVEN, "bold")
+        styled.highlight_regex(_KEY, "bold")
+        styled.highlight_regex(r"^error:", "bold red")
+        for piece in _wrap(styled, console):
+            console.print(piece, soft_wrap=True)
 
 
-def _wrap(line: str, width: int) -> str:
-    indent = " " * (len(line) - len(line.lstrip(" -")))
-    return textwrap.fill(
-        line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
-    )
+def _wrap(line: Text, console: Console) -> list[Text]:
+    """Cut ``line`` at the terminal's width, what follows a bullet below its text."""
+    if not console.is_terminal:
+        return [line]
+    margin = len(line.plain) - len(line.plain.lstrip(" -"))
+    first, rest = line[:margin], line[margin:]
+    pieces = rest.wrap(console, console.width - margin)
+    return [(Text(" " * margin) if at else first) + piece for at, piece in enumerate(pieces)]
 
 
 @contextmanager
@@ -71,4 +77,4 @@ def progress(*, quiet: bool) -> Iterator[Callable[[str], None]]:
         yield lambda text: None
         return
     with console.status("starting") as status:
-        yield lambda text: status.update(text)
+        yield lambda text: status.update(Text(text))  # names in it are not markup

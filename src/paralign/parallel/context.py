@@ -54,7 +54,8 @@ class ContextParallel(ParallelStyle):
         returns: ``[B, N, S / n, D_v]``.
 
     Comm (per call; u = ``ulysses_degree``):
-        u > 1: forward two all-to-alls, one of q, k and v and one of the output; backward two.
+        u > 1: forward one all-to-all of q, k and v together (one for each of them if they are
+            large) and one of the output; backward the same.
         u < n: forward one all-gather of K and V; backward one reduce-scatter (sum) of dK and dV.
 
     Exact up to the order of sums: one device and ``n`` ranks differ by rounding; Ulysses with the

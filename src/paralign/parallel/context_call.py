@@ -183,11 +183,11 @@ class CoreCall:
         return bool(self._value(self.causal_key, self.signature.causal_name))
 
     @property
-    def dropout(self) -> tuple[str, float] | None:
-        """Name and value of a dropout argument that is not zero."""
+    def dropout(self) -> dict[str, float]:
+        """Dropout arguments that are not zero."""
         values = self.named_values()
-        found = [(n, values[n]) for n in DROPOUT_NAMES if isinstance(values.get(n), int | float)]
-        return next(((name, value) for name, value in found if value), None)
+        found = {name: values[name] for name in DROPOUT_NAMES if name in values}
+        return {name: p for name, p in found.items() if isinstance(p, int | float) and p}
 
     @property
     def other_tensors(self) -> dict[str, Tensor]:

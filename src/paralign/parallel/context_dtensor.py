@@ -78,7 +78,7 @@ def unwrap(
     q = placed[0][1]
     # Comparing them is only worth it when each is right by itself.
     for name, x in [] if problems else placed[1:]:
-        if (x.device_mesh != q.device_mesh or x.placements != q.placements):
+        if x.device_mesh != q.device_mesh or x.placements != q.placements:
             problems.append(
                 f"{name} is placed {x.placements} on {_mesh_text(x.device_mesh)} and q is placed "
                 f"{q.placements} on {_mesh_text(q.device_mesh)}. Place q, k and v alike, so that "

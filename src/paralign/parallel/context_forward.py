@@ -91,7 +91,7 @@ class ContextForward:
                 qkv,
                 sizes=self.sizes,
                 global_heads=global_heads,
-                training=self.module.training,
+                module=self.module,
             )
             self.proof.check(qkv)
         mask = self._mask_of_heads(call, qkv[0], wrapping)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from paralign.errors import LayoutError
@@ -39,7 +39,7 @@ class Sizes:
 
 
 def check_call(
-    call: CoreCall, qkv: Sequence[Tensor], *, sizes: Sizes, global_heads: int, training: bool
+    call: CoreCall, qkv: Sequence[Tensor], *, sizes: Sizes, global_heads: int, module: nn.Module
 ) -> None:
     """Refuse a call whose sizes, mask or arguments would give another result than one device.
 
@@ -48,7 +48,7 @@ def check_call(
         qkv: This rank's plain q, k and v.
         sizes: The axis and the dims.
         global_heads: Query heads over all tensor-parallel ranks.
-        training: Whether the core is in training mode.
+        module: The core.
 
     Raises:
         LayoutError: All problems, listed.
@@ -69,7 +69,7 @@ def check_call(
                 local_len=local_len,
                 axis=sizes.axis_text,
             )
-    problems += _argument_problems(call, training)
+    problems += _argument_problems(call, module)
     if problems:
         core = call.signature.core
         title = f"context parallel over {sizes.axis_text} refuses this call of {core}"
@@ -138,19 +138,24 @@ def _head_count_problems(qkv: Sequence[Tensor], sizes: Sizes) -> list[str]:
     return [f"{problem} (head_dim={sizes.head_dim} of {shapes})" for problem in found]
 
 
-def _argument_problems(call: CoreCall, training: bool) -> list[str]:
+def _argument_problems(call: CoreCall, module: nn.Module) -> list[str]:
     problems = [
         f"argument {name!r} is a tensor of shape {list(tensor.shape)} that is neither q, k, v nor "
         "the mask: which heads and tokens of it belong to a rank is not known. Apply it before the "
         "core, or name it with mask_kwarg_name if it is the mask"
         for name, tensor in call.other_tensors.items()
     ]
-    if training and call.dropout is not None:
-        name, value = call.dropout
-        problems.append(
-            f"{name}={value} inside the core draws a mask per rank, not the one of a single "
-            "device. Use 0 here, and drop outside attention"
-        )
+    drops = [f"{name}={value}" for name, value in call.dropout.items() if module.training]
+    drops += [
+        f"{name}.p={drop.p}"
+        for name, drop in module.named_modules()
+        if isinstance(drop, nn.Dropout) and drop.training and drop.p
+    ]
+    problems += [
+        f"{drop} inside the core draws a mask per rank, not the one of a single device. Use 0 "
+        "here, and drop outside attention"
+        for drop in drops
+    ]
     return problems
 
 

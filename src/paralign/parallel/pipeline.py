@@ -9,7 +9,7 @@ every batch shape it meets, because torch's buffers fit only the first.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,12 +20,13 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_s
 
 from paralign.blueprint import Blueprint
 from paralign.mesh import Axis
+from paralign.parallel.gradients import Taken, give_back, take_gradients
 from paralign.parallel.stage import Stage, boundary_tensors
 from paralign.parallel.stages import split_layers
 from paralign.parallel.support import Plan
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Pipeline:
     """The schedule of a pipeline.
 
@@ -37,9 +38,9 @@ class Pipeline:
     """
 
     schedule: str = "1F1B"
-    num_microbatches: int = 1
-    stages_per_rank: int | None = None
-    layers_per_stage: tuple[int, ...] | None = None
+    num_microbatches: int = field(default=1, kw_only=True)
+    stages_per_rank: int | None = field(default=None, kw_only=True)
+    layers_per_stage: tuple[int, ...] | None = field(default=None, kw_only=True)
 
 
 class PipelineRuntime:
@@ -96,8 +97,13 @@ class PipelineRuntime:
         """
         rows, local_seq = tensors["tokens"].shape
         schedule = self._schedules.get((rows, local_seq))
+        earlier: Taken = []
         if schedule is None:
             schedule = self._schedules[rows, local_seq] = self._build(rows, local_seq)
+            # A schedule clears every gradient at its first step, also those that earlier steps left.
+            earlier = take_gradients(
+                [p for stage in self._stages.values() for p in stage.parameters()]
+            )
         self._normaliser = normaliser
         for stage in self._stages.values():
             stage.seq_len = seq_len
@@ -110,6 +116,7 @@ class PipelineRuntime:
         schedule.step(
             *args, target=tensors["labels"], losses=losses, return_outputs=False, **tensors
         )
+        give_back(earlier)
         return None if losses is None else torch.stack([loss.detach() for loss in losses]).sum()
 
     def _build(self, rows: int, local_seq: int) -> Any:

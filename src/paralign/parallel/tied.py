@@ -87,14 +87,6 @@ def check_pairs(aliases: Mapping[str, str], owners: Mapping[str, int]) -> None:
         )
 
 
-def take_gradients(parameters: Sequence[nn.Parameter]) -> list[Tensor | None]:
-    """Take away and return the gradients of earlier steps, so that a sum counts only this one."""
-    taken = [parameter.grad for parameter in parameters]
-    for parameter in parameters:
-        parameter.grad = None
-    return taken
-
-
 def sum_pair(
     pair: TiedPair,
     canonical: nn.Parameter | None,

@@ -16,6 +16,7 @@ from paralign.config.run import RunConfig
 from paralign.errors import ConfigError, ScheduleError
 from paralign.launch import World, current_world, join_world, run_ranks, start_fork_server
 from paralign.parallel.support import problems
+from paralign.requirements import require_torch
 
 Say = Callable[[str], None]
 
@@ -48,6 +49,10 @@ def align(
     """
     say = progress or (lambda text: None)
     world = current_world()
+    if world is None:
+        # It imports torch while this process does: on two cores that halves the wait.
+        start_fork_server("paralign.prove.parallel", "paralign.prove.reference")
+    require_torch(feature="paralign align")
     if world is not None:
         with join_world(config.device, timeout=timeout, describe=config.mesh.degrees.describe_rank):
             return _align_in_world(config, trace, world)
@@ -73,8 +78,6 @@ def check_plan(config: RunConfig, dtype: str) -> None:
 
 
 def _align_locally(config: RunConfig, folder: Path, timeout: float, say: Say) -> Any:
-    # The fork server imports torch while this process does: on two cores that halves the wait.
-    start_fork_server()
     from paralign.prove.build import numerics
     from paralign.prove.parallel import run_parallel
     from paralign.prove.reference import run_reference

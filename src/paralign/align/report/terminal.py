@@ -1,4 +1,4 @@
-"""Show a report on a terminal: the verdict on one line, what is wrong, then the worst tensors first.
+"""Show a report on a terminal: the verdict, what is wrong, then the worst tensors first.
 
 Names come from the user's model and may look like markup, so everything is built from ``Text``.
 """
@@ -64,9 +64,7 @@ def _headline(report: Report) -> Text:
     facts.append(f"{coverage.compared}/{coverage.parameters} parameters")
     if worst is not None:
         facts.append(f"worst {_number(worst.eps)} eps")
-    facts.append(
-        report.dtype + (" (uncalibrated)" if report.yardstick == "uncalibrated" else "")
-    )
+    facts.append(report.dtype + (" (uncalibrated)" if report.yardstick == "uncalibrated" else ""))
     facts.append(f"{sum(report.timings.values()):.1f} s")
     line = Text(report.verdict.upper(), style=_STYLES[report.verdict])
     line.append("  " + " | ".join(facts), style="default not bold")
@@ -98,18 +96,18 @@ def _skipped(report: Report, verbose: bool) -> RenderableType:
     skipped = report.coverage.skipped
     shown = skipped if verbose else skipped[:_SKIPPED]
     lines: list[RenderableType] = [Text(f"not compared: {len(skipped)}", style="bold")]
-    lines += [
-        Text.assemble("   ", (item["name"], "cyan"), f"  {item['why']}") for item in shown
-    ]
+    lines += [Text.assemble("   ", (item["name"], "cyan"), f"  {item['why']}") for item in shown]
     if len(shown) < len(skipped):
-        lines.append(Text(f"   ... and {len(skipped) - len(shown)} more (-v shows all)", style="dim"))
+        lines.append(
+            Text(f"   ... and {len(skipped) - len(shown)} more (-v shows all)", style="dim")
+        )
     return Group(*lines)
 
 
 def _table(report: Report, verbose: bool) -> RenderableType:
     ordered = sorted(report.tensors, key=lambda row: (row.ok, -row.strain, -_finite(row.eps)))
     shown = ordered if verbose else ordered[:_ROWS]
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), expand=True)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), expand=True)
     table.add_column("kind", no_wrap=True)
     table.add_column("name", ratio=1, overflow="fold")
     for title in ("step", "eps", "budget", "cosine", "scale"):
@@ -118,11 +116,13 @@ def _table(report: Report, verbose: bool) -> RenderableType:
         table.add_row(*_cells(row, with_worst=verbose or not row.ok))
     more = "" if len(shown) == len(ordered) else f" {len(shown)} of {len(ordered)}; -v shows all"
     base = "the fp64 truth" if report.yardstick == "truth" else "the reference"
-    note = f"worst first,{more or ' all'}. eps: distance from {base} in {report.dtype} rounding units."
+    note = (
+        f"worst first,{more or ' all'}. eps: distance from {base} in {report.dtype} rounding units."
+    )
     if any(row.worst_values is not None and (verbose or not row.ok) for row in shown):
-        note += "\nUnder a name: its worst element, expected -> found, and the ranks that hold a wrong part."
+        note += "\nUnder a name: its worst element, expected -> found, and ranks with a wrong part."
     if any(row.category == ZERO_IN_THEORY for row in shown):
-        note += "\n(*) zero in theory: in units of the global gradient norm; after Adam listed, not gated."
+        note += "\n(*) zero in theory: in units of the global gradient norm; listed after a step."
     return Group(table, Text(note, style="dim"))
 
 
@@ -140,7 +140,7 @@ def _cells(row: TensorRow, *, with_worst: bool) -> list[Text]:
         Text(str(row.step)),
         Text(_number(row.eps), style=style),
         Text(budget, style="dim"),
-        Text("-" if row.cosine is None else f"{row.cosine:.6f}"),
+        Text("-" if row.cosine is None else f"{row.cosine:.4f}"),
         Text("-" if row.scale is None else f"{row.scale:.6g}"),
     ]
 
