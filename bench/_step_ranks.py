@@ -12,6 +12,7 @@ from torch import Tensor
 
 import paralign as pa
 from bench._hand_step import IGNORED, HandStep
+from bench._rounds import Times, turns
 from bench._traffic import Traffic, TrafficCounter
 from paralign.launch import report_event
 from paralign.models.llama.blueprint import LlamaBlueprint
@@ -66,8 +67,8 @@ class Measured:
 
     values: dict[str, list[tuple[float, float]]]
     traffic: dict[str, Traffic]
-    seconds: list[dict[str, float]] = field(default_factory=list)
-    cpu: list[dict[str, float]] = field(default_factory=list)
+    seconds: list[Times] = field(default_factory=list)
+    cpu: list[Times] = field(default_factory=list)
 
 
 def measure(case: Case, rounds: int) -> Measured:
@@ -90,9 +91,8 @@ def measure(case: Case, rounds: int) -> Measured:
     if rounds:
         sides["twin"] = build_hand(case)
     for number in range(rounds + 1 if rounds else 0):
-        order = [list(sides)[(number + turn) % len(sides)] for turn in range(len(sides))]
         batch = random_batch(case, number)
-        times = {side: _time(sides[side], batch) for side in order}
+        times = {side: _time(sides[side], batch) for side in turns(list(sides), number)}
         if number > 0:
             result.seconds.append({side: seconds for side, (seconds, _) in times.items()})
             result.cpu.append({side: cpu for side, (_, cpu) in times.items()})

@@ -12,10 +12,10 @@ its ratio says what two equal steps differ by on this machine now.
 from __future__ import annotations
 
 import argparse
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from bench._rounds import median_ratio, median_seconds
 from bench._step_ranks import Case, Measured, measure
 from bench._traffic import Traffic
 from paralign.models.llama.presets import LlamaConfig
@@ -108,26 +108,21 @@ def report(case: Case, ranks: Sequence[Measured]) -> bool:
             f"{number:5}   {times['hand']:7.4f} s   {times['paralign']:7.4f} s   "
             f"{times['paralign'] / times['hand']:5.3f}    {times['twin'] / times['hand']:5.3f}"
         )
-    ratio = median_ratio(seconds, "paralign")
-    hand, ours = (statistics.median(t[side] for t in seconds) for side in ("hand", "paralign"))
+    ratio = median_ratio(seconds, "paralign", "hand")
+    hand, ours = (median_seconds(seconds, side) for side in ("hand", "paralign"))
     print(
         f"median  {hand:7.4f} s   {ours:7.4f} s   {ratio:5.3f}    "
-        f"{median_ratio(seconds, 'twin'):5.3f}   (target {TARGET:.2f})"
+        f"{median_ratio(seconds, 'twin', 'hand'):5.3f}   (target {TARGET:.2f})"
     )
     cpu = [
         {side: sum(rank.cpu[n][side] for rank in ranks) for side in t}
         for n, t in enumerate(seconds)
     ]
     print(
-        f"processor time of all ranks, median ratio: {median_ratio(cpu, 'paralign'):.3f}, twin "
-        f"{median_ratio(cpu, 'twin'):.3f}"
+        f"processor time of all ranks, median ratio: {median_ratio(cpu, 'paralign', 'hand'):.3f}, twin "
+        f"{median_ratio(cpu, 'twin', 'hand'):.3f}"
     )
     return not problems and ratio <= TARGET
-
-
-def median_ratio(rounds: Sequence[dict[str, float]], side: str) -> float:
-    """Return the median over rounds of ``side`` by the hand-composed step of the same round."""
-    return statistics.median(times[side] / times["hand"] for times in rounds)
 
 
 def main() -> int:

@@ -40,6 +40,11 @@ GRAD_TOLERANCE = 100 * EPS
 LOSS_TOLERANCE = 1e-14
 AFTER_STEP_TOLERANCE = 1e-12
 
+# Weights well above the biases' jitter. With weights far below, values differ little from token to
+# token, gradients of queries and keys are what is left after a cancellation, and the reference's own
+# rounding shows in them 50 times enlarged.
+INIT_STD = 0.2
+
 BASE: Mapping[str, Any] = {
     "model": {
         "name": "llama",
@@ -49,6 +54,7 @@ BASE: Mapping[str, Any] = {
         "num_heads": 4,
         "num_kv_heads": 2,
         "bias": True,
+        "init_std": INIT_STD,
     },
     "pipeline": {"schedule": "1F1B", "num_microbatches": 4},
     "batch": {"global_batch": 16, "seq_len": 16},
@@ -69,6 +75,7 @@ PANGU: Mapping[str, Any] = {
     "qk_rope_head_dim": 4,
     "v_head_dim": 6,
     "bias": True,
+    "init_std": INIT_STD,
 }
 
 Values = dict[tuple[str, str], Tensor]  # (kind, parameter) -> values
@@ -287,12 +294,23 @@ def _compare(
         whole = expected.get((kind, canonical))
         assert whole is not None, f"{kind} {name} exists only in the parallel run"
         reference = _slice(names[name], local, whole)
+        if kind in ("update", "param") and ("grad:0", canonical) in expected:
+            moved = _slice(names[name], local, _is_ordinary(expected["grad:0", canonical]))
+            local, reference = local * moved, reference * moved
         key = kind, canonical
         difference = float((local - reference).double().square().sum())
         norm = float(reference.double().square().sum())
         old = sums.get(key, (0.0, 0.0))
         sums[key] = (old[0] + difference, old[1] + norm)
     return sums
+
+
+def _is_ordinary(grad: Tensor) -> Tensor:
+    """Mark elements whose gradient is not zero in theory, such as that of a key's bias.
+
+    Adam divides the rounding of a zero by its own size, so what it makes of it cannot be compared.
+    """
+    return (grad.abs() > 1e-9 * grad.square().mean().sqrt()).to(grad.dtype)
 
 
 def _slice(parameter: Any, local: Tensor, whole: Tensor) -> Tensor:

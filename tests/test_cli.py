@@ -11,7 +11,7 @@ import paralign
 import paralign.cli
 from paralign.cli import main
 from paralign.errors import AlignError, ConfigError, RankError
-from tests.config.wrong_configs import GOOD
+from tests.config.wrong import GOOD
 
 
 @pytest.fixture
@@ -126,7 +126,7 @@ def test_exit_status_and_one_paragraph(error, status, message, monkeypatch, caps
 
 def test_verbose_adds_the_traceback_also_of_the_rank(monkeypatch, capsys):
     error = RankError("[rank 5: pp=1] ValueError: no")
-    error.traceback = "Traceback on rank 5"  # type: ignore[attr-defined]
+    error.traceback = "Traceback on rank 5"
     monkeypatch.setattr(paralign.cli, "build_app", raising(error))
     assert main(["align", "-v"]) == 3
     err = capsys.readouterr().err

@@ -22,9 +22,9 @@ from paralign.loss import IGNORE_INDEX, count_valid_tokens, shift_labels
 from paralign.mesh import Degrees
 from paralign.parallel.context import split_sequence_indices
 
-# Fingerprints fit into 20 bits, so that sums of their squares over a million ranks are exact in
+# Fingerprints fit into 16 bits, so that the sum of their squares over a million ranks is exact in
 # float64.
-_FINGERPRINT_BITS = 20
+_FINGERPRINT_BITS = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,8 +59,7 @@ def shard_batch(
     Shapes:
         global_batch: ``tokens`` ``[B, S]`` integers, and optionally ``labels`` ``[B, S]``, already
             shifted: ``labels[:, t]`` is what ``tokens[:, t]`` should predict, -100 where nothing
-                is. Without
-            labels they are the next tokens.
+            is. Without labels they are the next tokens.
         returns: tensors ``[B / dp, S / cp]``.
 
     Comm:
@@ -69,7 +68,7 @@ def shard_batch(
     Raises:
         DataError: Lists every rule that the batch breaks.
     """
-    tokens, labels = _check(global_batch, degrees, num_microbatches)
+    tokens, labels = _check(global_batch, degrees, num_microbatches, load_balance)
     coordinates = degrees.coordinates(rank)
     rows = tokens.shape[0] // degrees.dp
     dp_index = coordinates["dp_replicate"] * degrees.dp_shard + coordinates["dp_shard"]
@@ -101,26 +100,26 @@ def sequence_positions(seq_len: int, cp: int, load_balance: bool) -> list[Tensor
     if not torch.equal(everything, torch.arange(seq_len)):
         raise DataError(
             f"the slices of seq_len={seq_len} over axis 'cp' ({cp} ranks) do not cover every "
-            "position "
-            "exactly once. Use a seq_len that divides."
+            "position exactly once. Use a seq_len that divides."
         )
     return slices
 
 
 def _check(
-    global_batch: Mapping[str, Tensor], degrees: Degrees, num_microbatches: int
+    global_batch: Mapping[str, Tensor],
+    degrees: Degrees,
+    num_microbatches: int,
+    load_balance: bool,
 ) -> tuple[Tensor, Tensor]:
-    tokens = global_batch.get("tokens")
+    tokens = _integers(global_batch, "tokens")
     if tokens is None or tokens.dim() != 2:
         shape = None if tokens is None else tuple(tokens.shape)
         raise DataError(
             f"tokens has shape {shape}; a global batch needs tokens [rows, sequence]. Pass the "
-            "same "
-            "global batch on every rank: program.shard cuts it."
+            "same global batch on every rank: program.shard cuts it."
         )
-    tokens = tokens.long()
-    labels = global_batch.get("labels")
-    labels = shift_labels(tokens) if labels is None else labels.long()
+    labels = _integers(global_batch, "labels")
+    labels = shift_labels(tokens) if labels is None else labels
     problems = []
     if extra := sorted(set(global_batch) - {"tokens", "labels"}):
         problems.append(f"keys {extra} are not used: pass tokens and labels only")
@@ -128,32 +127,57 @@ def _check(
         problems.append(
             f"labels {tuple(labels.shape)} and tokens {tuple(tokens.shape)} must have one shape"
         )
-    elif (
-        bool(((labels == tokens) | (labels == IGNORE_INDEX)).all()) and tokens.unique().numel() > 1
-    ):
+    elif not bool((labels != IGNORE_INDEX).any()):
+        problems.append(f"every label is {IGNORE_INDEX}: there is no token to learn from")
+    elif _is_unshifted(tokens, labels):
         problems.append(
             "labels equal the tokens at the same positions: they are not shifted. Leave labels "
-            "out, "
-            "or shift them before the batch is cut"
+            "out, or shift them before the batch is cut"
         )
-    rows, seq_len = tokens.shape
-    if rows % (degrees.dp * num_microbatches) or not rows:
-        problems.append(
-            f"{rows} rows do not divide over axis 'dp' ({degrees.dp} ranks) times "
-            f"num_microbatches={num_microbatches}. Use a multiple of "
-            f"{degrees.dp * num_microbatches}"
-        )
-    if seq_len % degrees.cp or not seq_len:
-        problems.append(
-            f"seq_len={seq_len} does not divide over axis 'cp' ({degrees.cp} ranks). Pad the "
-            "sequence "
-            f"to a multiple of {degrees.cp}, with labels {IGNORE_INDEX}"
-        )
-    if not problems and int(count_valid_tokens(labels)) == 0:
-        problems.append(f"every label is {IGNORE_INDEX}: there is no token to learn from")
+    problems += _share_problems(tokens, degrees, num_microbatches, load_balance)
     if problems:
         raise DataError.from_problems("the global batch cannot be cut", problems)
     return tokens, labels
+
+
+def _integers(global_batch: Mapping[str, Tensor], name: str) -> Tensor | None:
+    value = global_batch.get(name)
+    if value is None:
+        return None
+    if not isinstance(value, Tensor):
+        raise DataError(f"{name} is a {type(value).__name__}. Pass a tensor of whole numbers.")
+    if value.is_floating_point() or value.is_complex() or value.dtype == torch.bool:
+        raise DataError(f"{name} has dtype {value.dtype}. Pass whole numbers, such as torch.int64.")
+    return value.long()
+
+
+def _is_unshifted(tokens: Tensor, labels: Tensor) -> bool:
+    """Whether every label is its own token; rows of one repeated token may be right all the same."""
+    is_valid = labels != IGNORE_INDEX
+    is_own = bool((labels == tokens)[is_valid].all())
+    is_next = bool((labels[:, :-1] == tokens[:, 1:])[is_valid[:, :-1]].all())
+    return is_own and not is_next
+
+
+def _share_problems(
+    tokens: Tensor, degrees: Degrees, num_microbatches: int, load_balance: bool
+) -> list[str]:
+    rows, seq_len = tokens.shape
+    problems = []
+    share = degrees.dp * num_microbatches
+    if rows % share or not rows:
+        problems.append(
+            f"{rows} rows do not divide over axis 'dp' ({degrees.dp} ranks) times "
+            f"num_microbatches={num_microbatches}. Use a multiple of {share}"
+        )
+    chunks = degrees.cp * (2 if load_balance else 1)
+    if seq_len % chunks or not seq_len:
+        balanced = ", two chunks each for load_balance" if load_balance else ""
+        problems.append(
+            f"seq_len={seq_len} does not divide over axis 'cp' ({degrees.cp} ranks{balanced}). "
+            f"Pad the sequence to a multiple of {chunks}, with labels {IGNORE_INDEX}"
+        )
+    return problems
 
 
 def _fingerprint(tokens: Tensor, labels: Tensor) -> int:

@@ -130,14 +130,19 @@ class Program:
             The loss of the global batch, a float64 scalar, equal on every rank.
 
         Raises:
-            DataError: The ranks were given different global batches.
+            DataError: The ranks were given different global batches, or ``batch`` or ``num_tokens``
+                is not what a step can take.
             AlignError: A unit was not reduced exactly once, or a parameter got no gradient.
         """
         if not isinstance(batch, LocalBatch):
             raise DataError(
                 f"batch is a {type(batch).__name__}; step needs this rank's share of the global "
-                "batch. "
-                "Use program.step(program.shard(global_batch))."
+                "batch. Use program.step(program.shard(global_batch))."
+            )
+        if num_tokens is not None and num_tokens < 1:
+            raise DataError(
+                f"num_tokens={num_tokens} must be at least 1: token losses are divided by it. Pass "
+                "the sum of num_global_tokens over the batches whose gradients are added."
             )
         copies = [self._copies(pair) for pair in self._pairs]
         tied = [parameter for pair in copies for parameter in pair if parameter is not None]
@@ -221,14 +226,14 @@ class Program:
             shared[1] = batch.num_local_tokens
         dist.all_reduce(shared)
         loss, num_tokens, total, squares = shared.tolist()
-        # All fingerprints are equal if and only if their variance is zero; the numbers are exact.
-        if total**2 != squares * dist.get_world_size():
+        # All fingerprints are equal if and only if their variance is zero. Both sums are exact in
+        # float64; their products may need more digits than it has.
+        if int(total) ** 2 != int(squares) * dist.get_world_size():
             self._raise_different_batches(batch.fingerprint)
         if num_tokens != batch.num_global_tokens:
             raise DataError(
                 f"the ranks hold {int(num_tokens)} valid tokens of {batch.num_global_tokens} in "
-                "the global "
-                "batch. Pass step what program.shard returned, unchanged."
+                "the global batch. Pass step what program.shard returned, unchanged."
             )
         return torch.tensor(loss, dtype=torch.float64)
 
@@ -241,7 +246,6 @@ class Program:
         odd = [self._degrees.describe_rank(r) for r, p in enumerate(prints) if p != common]
         raise DataError(
             f"the ranks were given different global batches: {'; '.join(odd)} differ from the "
-            "others. Read "
-            "the same global batch on every rank (one sampler seed, no rank offset); "
+            "others. Read the same global batch on every rank (one sampler seed, no rank offset); "
             "program.shard cuts it."
         )

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from paralign.cli import main
-from tests.config.wrong_configs import GOOD
+from tests.config.wrong import GOOD
 
 
 @pytest.fixture

@@ -12,7 +12,12 @@ import pytest
 from paralign.cli import main
 from paralign.config.load import load_config, resolve_config
 from paralign.errors import ConfigError
-from tests.config.wrong_configs import GOOD, WRONG, Wrong
+from tests.config.wrong import GOOD, Wrong
+from tests.config.wrong_keys import FILES, KEYS
+from tests.config.wrong_plans import PLANS, SIZES
+from tests.config.wrong_values import VALUES
+
+WRONG = [*SIZES, *PLANS, *KEYS, *VALUES, *FILES]
 
 # Runs `main` on each list of arguments in argv[1]; prints the statuses and whether torch came in.
 _MANY = """

@@ -7,6 +7,7 @@ budget is explained.
 
 from __future__ import annotations
 
+import math
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -251,7 +252,14 @@ def _mesh(trace: TraceReader) -> dict[str, int]:
 
 def _sizes(trace: TraceReader) -> dict[str, int]:
     """Return what a wrong factor could come from: axes and the number of micro-batches."""
-    sizes = _mesh(trace)
+    axes = {axis: set(ranks) for axis, ranks in trace.ranks[0].axes.items()}
+    sizes = {
+        axis: len(ranks)
+        for axis, ranks in axes.items()
+        # A folded axis (fsdp = dp_shard x cp) says nothing that its parts do not.
+        if len(ranks) == 1
+        or math.prod(len(other) for other in axes.values() if other < ranks) != len(ranks)
+    }
     num_microbatches = trace.facts.run.get("num_microbatches")
     if isinstance(num_microbatches, int):
         sizes["num_microbatches"] = num_microbatches

@@ -12,6 +12,9 @@ from paralign.align.pair import UPDATE, Moment, Quantity, Side
 from paralign.align.trace import Kind
 from paralign.align.verdict import EXACT, ORDINARY, ZERO_IN_THEORY, TensorRow
 
+# Replicas of one reference that differ by more are no reference, whatever the budget rests on.
+_LOOSE_EPS = 1e3
+
 
 @dataclass
 class Compared:
@@ -115,7 +118,6 @@ class Judge:
             own = None
             if self._truth is not None:
                 own = measure(reference, base).total.relative
-            self._check_reference_replicas(moment, name, reference)
             yield _Pair(name, side, reference, base, measure(side, base), own)
 
     def _all_names(self, moment: Moment) -> list[str]:
@@ -166,15 +168,16 @@ class Judge:
             item = Compared(moment, row, side, reference, measured, 0.0)
             self.compared.append(item)
 
-    def _check_reference_replicas(self, moment: Moment, name: str, reference: Quantity) -> None:
+    def _check_reference_replicas(self, moment: Moment, pair: _Pair) -> None:
         """A reference whose own replicas disagree cannot be what a run is held against."""
+        reference = pair.reference
         if all(len(pieces) == 1 for pieces in reference.replicas.values()):
             return
         spread = measure(reference, reference).total.relative
-        limit = self._budget.tensor(after_step=True, own=0.0) or 1e3 * self._budget.eps
-        if not spread <= limit:
+        limit = self._budget.tensor(after_step=True, own=pair.own or 0.0)
+        if not spread <= (_LOOSE_EPS * self._budget.eps if limit is None else limit):
             self.reference_problems.append(
-                f"{moment}: the reference's own replicas of {name} differ by {spread:.1e}"
+                f"{moment}: the reference's own replicas of {pair.name} differ by {spread:.1e}"
             )
 
     def _note_zero_in_theory(self, moment: Moment, pairs: Sequence[_Pair]) -> None:
@@ -192,6 +195,8 @@ class Judge:
         others = [pair.own for pair in ordinary if pair.own is not None]
         for pair in pairs:
             is_zero = pair.name in self._zero_names
+            if not is_zero:
+                self._check_reference_replicas(moment, pair)
             if is_zero and moment.kind == Kind.GRAD:
                 item = self._judge_zero(moment, pair)
             else:

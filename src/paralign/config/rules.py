@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 from paralign.config.model_choice import ModelChoice, choose_model
 from paralign.config.parse import show
@@ -18,7 +19,7 @@ from paralign.parallel.context_rules import requirements
 from paralign.parallel.stages import find_schedule
 from paralign.parallel.support import Plan
 from paralign.parallel.support import problems as plan_problems
-from paralign.train.corpus import find_corpus
+from paralign.train.corpus import Corpus, find_corpus
 from paralign.train.data import NUM_BYTES, check_length
 
 
@@ -29,6 +30,14 @@ class Facts:
     config: RunConfig
     model: ModelChoice
     world_size: int | None  # None: as many ranks as the mesh asks for will be started
+
+    @cached_property
+    def corpus(self) -> Corpus | DataError:
+        """The files of the data source, or what is wrong with it."""
+        try:
+            return find_corpus(self.config.data.source)
+        except DataError as error:
+            return error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,17 +184,13 @@ def _vocabulary(facts: Facts) -> Iterator[str]:
 
 
 def _source(facts: Facts) -> Iterator[str]:
-    try:
-        find_corpus(facts.config.data.source)
-    except DataError as error:
-        yield str(error)
+    if isinstance(facts.corpus, DataError):
+        yield str(facts.corpus)
 
 
 def _source_length(facts: Facts) -> Iterator[str]:
-    batch = facts.config.batch
-    try:
-        corpus = find_corpus(facts.config.data.source)
-    except DataError:
+    batch, corpus = facts.config.batch, facts.corpus
+    if isinstance(corpus, DataError):
         return  # said by the rule above
     try:
         check_length(corpus, seq_len=batch.seq_len, num_rows=batch.global_batch)

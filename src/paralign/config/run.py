@@ -289,6 +289,5 @@ class RunConfig(Section):
         "cpu",
         "cpu, cuda, npu or xpu",
         expects="one of cpu, cuda, npu, xpu (no index: each rank picks its own)",
-        example="cpu",
-        words="cpu, cuda, npu, xpu",
+        example="cuda",
     )

@@ -42,7 +42,8 @@ class Plan:
     @property
     def num_stages_per_rank(self) -> int:
         """Stages a rank runs, resolved."""
-        return self.stages_per_rank or default_stages_per_rank(self.kind)
+        given = self.stages_per_rank
+        return default_stages_per_rank(self.kind) if given is None else given
 
     @property
     def num_stages(self) -> int:

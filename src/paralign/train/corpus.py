@@ -112,16 +112,17 @@ def _walk(source: str, root: Path, *, suffix: str = "") -> Iterator[tuple[str, i
     skipped = {"site-packages", "dist-packages", "__pycache__"} if source == STDLIB else set()
     for folder, subfolders, files in os.walk(root, onerror=fail):
         subfolders[:] = [d for d in subfolders if d not in skipped and not d.startswith(".")]
+        here = Path(folder)
+        prefix = "" if here == root else f"{here.relative_to(root).as_posix()}/"
         for name in files:
-            path = Path(folder, name)
             if name.startswith(".") or not name.endswith(suffix):
                 continue
             try:
-                status = path.stat()
+                status = (here / name).stat()
             except OSError as error:
-                raise DataError(_unreadable(source, path, error)) from None
+                raise DataError(_unreadable(source, here / name, error)) from None
             if stat.S_ISREG(status.st_mode):
-                yield path.relative_to(root).as_posix(), status.st_size
+                yield f"{prefix}{name}", status.st_size
 
 
 def _unreadable(source: str, path: Path, error: Exception) -> str:

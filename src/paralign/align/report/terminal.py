@@ -107,7 +107,9 @@ def _skipped(report: Report, verbose: bool) -> RenderableType:
 def _table(report: Report, verbose: bool) -> RenderableType:
     ordered = sorted(report.tensors, key=lambda row: (row.ok, -row.strain, -_finite(row.eps)))
     shown = ordered if verbose else ordered[:_ROWS]
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), expand=True)
+    table = Table(
+        box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), expand=True
+    )
     table.add_column("kind", no_wrap=True)
     table.add_column("name", ratio=1, overflow="fold")
     for title in ("step", "eps", "budget", "cosine", "scale"):
@@ -123,7 +125,7 @@ def _table(report: Report, verbose: bool) -> RenderableType:
         note += "\nUnder a name: its worst element, expected -> found, and ranks with a wrong part."
     if any(row.category == ZERO_IN_THEORY for row in shown):
         note += "\n(*) zero in theory: in units of the global gradient norm; listed after a step."
-    return Group(table, Text(note, style="dim"))
+    return Group(table, Text(""), Text(note, style="dim"))
 
 
 def _cells(row: TensorRow, *, with_worst: bool) -> list[Text]:

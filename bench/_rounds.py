@@ -1,0 +1,26 @@
+"""Times of several sides that were measured in turn, in one run, and what they say."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+Times = dict[str, float]  # side -> seconds, of one round
+
+
+def turns(sides: Sequence[str], number: int) -> list[str]:
+    """Return the sides in the order of round ``number``: each comes first equally often."""
+    return [sides[(number + turn) % len(sides)] for turn in range(len(sides))]
+
+
+def median_ratio(rounds: Sequence[Times], side: str, base: str) -> float:
+    """Return the median over rounds of ``side`` by ``base``, both of the same round.
+
+    Neighbours in time meet the same load of the machine, so their ratio moves less than they do.
+    """
+    return statistics.median(times[side] / times[base] for times in rounds)
+
+
+def median_seconds(rounds: Sequence[Times], side: str) -> float:
+    """Return the median time of one side."""
+    return statistics.median(times[side] for times in rounds)

@@ -1,0 +1,104 @@
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from paralign.align import Report, compare
+from paralign.align.report.terminal import print_report
+from paralign.align.trace import Kind
+from tests.align.synthetic import toy_step, write_trace
+
+
+def shown(report: Report, *, width: int = 100, verbose: bool = False, color: bool = False) -> str:
+    stream = io.StringIO()
+    console = Console(file=stream, width=width, force_terminal=color, highlight=False)
+    print_report(report, console, verbose=verbose)
+    return stream.getvalue()
+
+
+def report_of(tmp_path: Path, parallel: Any, **options: Any) -> Report:
+    write_trace(tmp_path / "ref", [toy_step()])
+    write_trace(tmp_path / "par", [parallel], mesh={"dp": 2, "cp": 2}, **options)
+    return compare(tmp_path / "ref", tmp_path / "par")
+
+
+def wrong() -> Any:
+    return {key: 2 * value if key[0] == Kind.GRAD else value for key, value in toy_step().items()}
+
+
+def test_first_line_says_it_all(tmp_path: Path) -> None:
+    report = report_of(tmp_path, toy_step())
+    report.timings = {"compare_s": 0.25, "parallel_s": 1.25}
+    assert shown(report).splitlines()[0] == (
+        "ALIGNED  loss 2 (rel 0) | 3/3 parameters | worst 0 eps | float64 | 1.5 s"
+    )
+
+
+def test_no_colour_and_no_markup_outside_of_a_terminal(tmp_path: Path) -> None:
+    step = {(kind, f"[red]{name}[/]"): tensor for (kind, name), tensor in toy_step().items()}
+    write_trace(tmp_path / "ref", [step])
+    write_trace(tmp_path / "par", [step])
+    report = compare(tmp_path / "ref", tmp_path / "par")
+    text = shown(report)
+    assert "\x1b" not in text
+    assert "[red]norm.weight[/]" in text
+    assert "\x1b" in shown(report, color=True)
+
+
+def test_worst_tensors_come_first_with_their_worst_element(tmp_path: Path) -> None:
+    report = report_of(tmp_path, wrong())
+    text = shown(report)
+    lines = text.splitlines()
+    assert lines[0].startswith("MISALIGNED")
+    assert "1. reduction: constant_factor" in text
+    flowing = " ".join(text.split())
+    assert "The factor is the size of dp=2 or of cp=2." in flowing
+    assert "To tell them apart: run again with only one of cp, dp changed" in flowing
+    first = next(i for i, line in enumerate(lines) if line.startswith("grad"))
+    assert "4.5e+15" in lines[first]
+    assert lines[first + 1].strip().startswith("at [")
+    assert ", rank 0, 1, 2, 3" in lines[first + 1]
+    assert max(map(len, lines)) <= 100
+
+
+def test_ten_rows_by_default_and_all_on_request(tmp_path: Path) -> None:
+    report = report_of(tmp_path, toy_step())
+    assert len(report.tensors) == 17
+    rows = [
+        line
+        for line in shown(report).splitlines()
+        if line.split(" ")[0] in {row.kind for row in report.tensors}
+    ]
+    assert len(rows) == 10
+    assert "worst first, 10 of 17; -v shows all" in shown(report)
+    text = shown(report, verbose=True)
+    assert "worst first, all." in text
+    assert "world size: 1 in the reference, 4 in parallel" in text
+
+
+def test_what_was_not_compared_is_said(tmp_path: Path) -> None:
+    report = report_of(tmp_path, toy_step(), leave_out=lambda rank, entry: entry.kind == "moment")
+    text = shown(report)
+    assert text.startswith("INCONCLUSIVE")
+    assert "not compared: 1" in text
+    assert "moment exp_avg of step 0  not recorded in the parallel run" in text
+
+
+def test_narrow_terminals_lose_no_name(tmp_path: Path) -> None:
+    long = "model.decoder.layers.11.attention.projections.query.weight"
+    step = {(kind, long): tensor for (kind, name), tensor in toy_step().items() if "norm" in name}
+    write_trace(tmp_path / "ref", [step])
+    write_trace(tmp_path / "par", [step])
+    text = shown(compare(tmp_path / "ref", tmp_path / "par"), width=70)
+    assert max(map(len, text.splitlines())) <= 70
+    assert "weight" in text
+
+
+def test_nan_is_shown_as_such(tmp_path: Path) -> None:
+    step = toy_step()
+    step[Kind.GRAD, "norm.weight"] = step[Kind.GRAD, "norm.weight"] * float("nan")
+    text = shown(report_of(tmp_path, step))
+    assert "worst nan eps" in text.splitlines()[0]

@@ -1,0 +1,164 @@
+"""Runs with one thing broken on purpose; each function breaks it on this rank, then trains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+import paralign.batch
+import paralign.parallel.data
+import paralign.prove.parallel
+from paralign.config.run import RunConfig
+from paralign.loss import shift_labels
+from paralign.models.decoder import DecoderBlueprint
+from paralign.parallel.context import ContextParallel
+from paralign.parallel.pipeline import PipelineRuntime
+from paralign.parallel.stage import Stage
+from paralign.program import Program
+from paralign.prove.build import numerics
+from paralign.prove.parallel import run_parallel
+
+DP_SIZE = 2
+
+
+def run_broken(name: str, config: RunConfig, trace: Path) -> None:
+    """Break what ``name`` says, then run."""
+    BREAKS[name]()
+    run_parallel(config, numerics("float64", config), trace)
+
+
+def nothing() -> None:
+    """Leave everything as it is: the run that must be aligned."""
+
+
+def _replace(owner: Any, attribute: str, value: Any) -> None:
+    mock.patch.object(owner, attribute, value).start()
+
+
+def feature_axis_for_heads() -> None:
+    """Trade the sequence for features of a head, which attention contracts, instead of for heads."""
+    style = ContextParallel(seq_dim=2, head_dim=3, mask_kwarg_name="mask", guards=False)
+    _replace(DecoderBlueprint, "attention", lambda self: {"attention.core": style})
+
+
+def cp_left_out_of_the_fsdp_mesh() -> None:
+    _replace(paralign.parallel.data, "fsdp_mesh", lambda mesh: mesh["dp_shard"])
+
+
+def whole_sequences() -> None:
+    """Feed each cp rank the whole sequence where its slice is due."""
+    everything = lambda seq_len, cp, balance: [torch.arange(seq_len)] * cp  # noqa: E731
+    _replace(paralign.batch, "sequence_positions", everything)
+
+
+def layers_remapped_by_rank_over_dp_size() -> None:
+    """Name this rank's layers by an offset that mixes up pipeline and data ranks."""
+    record = paralign.prove.parallel.Run
+
+    def renamed(**fields: Any) -> Any:
+        shift = dist.get_rank() // DP_SIZE - (dist.get_rank() // 4) * 2
+        wrong = {
+            name: _shift_layer(name, shift)
+            for module in fields["modules"]
+            for name, _ in module.named_parameters()
+            if name.startswith("layers.")
+        }
+        return record(**{**fields, "names": wrong})
+
+    _replace(paralign.prove.parallel, "Run", renamed)
+
+
+def _shift_layer(name: str, shift: int) -> str:
+    first, index, rest = name.split(".", 2)
+    return f"{first}.{(int(index) + shift) % 4}.{rest}"
+
+
+def mean_of_micro_batch_means() -> None:
+    """Weigh every micro-batch and rank alike, however many tokens it has."""
+
+    def loss(self: PipelineRuntime, loss_sum: Tensor, labels: Tensor) -> Tensor:
+        parts = 4 * DP_SIZE * 2  # micro-batches x dp x cp
+        return loss_sum / (labels != -100).sum().clamp(min=1) / parts
+
+    _replace(PipelineRuntime, "_loss", loss)
+
+
+def labels_shifted_after_the_split() -> None:
+    shard = Program.shard
+
+    def shifted_late(self: Program, global_batch: Any) -> Any:
+        batch = shard(self, global_batch)
+        late = shift_labels(batch.tensors["tokens"])
+        ignored = batch.tensors["labels"] == -100
+        batch.tensors["labels"] = late.masked_fill(ignored, -100)
+        return batch
+
+    _replace(Program, "shard", shifted_late)
+
+
+def head_without_one_micro_batch() -> None:
+    """Leave the first micro-batch out of the gradient of the head."""
+    calls = []
+
+    def epilogue(self: DecoderBlueprint, pieces: Any, x: Tensor, context: Any) -> Tensor:
+        if not x.is_meta:  # shapes are found on the meta device
+            calls.append(None)
+        head, hidden = pieces.head, pieces.norm(x)
+        weight = head.weight.detach() if len(calls) == 1 else head.weight
+        return F.linear(hidden, weight, head.bias)
+
+    _replace(DecoderBlueprint, "epilogue", epilogue)
+
+
+def ends_outside_every_unit() -> None:
+    """Leave embedding, norm and head out of FSDP, so that nothing reduces their gradients."""
+    shard = paralign.parallel.data.fully_shard
+
+    def without_ends(modules: Any, **settings: Any) -> Any:
+        if isinstance(modules, Stage):
+            names = ("embedding", "norm", "head")
+            kept = {p for n, p in modules.named_parameters() if n.startswith(names)}
+            settings["ignored_params"] = kept
+        return shard(modules, **settings)
+
+    _replace(paralign.parallel.data, "fully_shard", without_ends)
+    initialise = paralign.parallelize._initialise  # type: ignore[attr-defined]
+
+    def initialise_plain(stage: Stage, init: Any, *, seed: int, aliases: dict[str, str]) -> None:
+        for name, parameter in stage.named_parameters():
+            if not hasattr(parameter, "to_local"):
+                parameter.to_local = lambda p=parameter: p.detach()  # type: ignore[attr-defined]
+        with mock.patch.object(
+            paralign.parallelize,
+            "_offsets",
+            lambda p, held: (0,) * p.dim() if not hasattr(p, "placements") else offsets(p, held),
+        ):
+            initialise(stage, init, seed=seed, aliases=aliases)
+        for parameter in stage.parameters():
+            parameter.__dict__.pop("to_local", None)
+
+    offsets = paralign.parallelize._offsets  # type: ignore[attr-defined]
+    _replace(paralign.parallelize, "_initialise", initialise_plain)
+
+
+BREAKS: dict[str, Callable[[], None]] = {
+    breaker.__name__: breaker
+    for breaker in (
+        nothing,
+        feature_axis_for_heads,
+        cp_left_out_of_the_fsdp_mesh,
+        whole_sequences,
+        layers_remapped_by_rank_over_dp_size,
+        mean_of_micro_batch_means,
+        labels_shifted_after_the_split,
+        head_without_one_micro_batch,
+        ends_outside_every_unit,
+    )
+}
