@@ -4,8 +4,8 @@
 
 ``align`` runs in this process, so that neither side pays for starting Python; what its report says
 about its own phases is printed. The runs are the example and a model of 13 million parameters, once
-in fp64 and once in fp32, where a third run, the fp64 truth, is compared with as well but not counted
-as a run.
+in fp64 and once in fp32, where a third run, the fp64 truth, is compared with too but not counted as
+a run.
 """
 
 from __future__ import annotations

@@ -119,8 +119,8 @@ def report(case: Case, ranks: Sequence[Measured]) -> bool:
         for n, t in enumerate(seconds)
     ]
     print(
-        f"processor time of all ranks, median ratio: {median_ratio(cpu, 'paralign', 'hand'):.3f}, twin "
-        f"{median_ratio(cpu, 'twin', 'hand'):.3f}"
+        "processor time of all ranks, median ratio: "
+        f"{median_ratio(cpu, 'paralign', 'hand'):.3f}, twin {median_ratio(cpu, 'twin', 'hand'):.3f}"
     )
     return not problems and ratio <= TARGET
 

@@ -35,7 +35,7 @@ ALONE = {"align": {"errors", "layout"}, "launch": {"errors", "requirements"}}
 # Files of parallel/ know nothing of each other, except those that make up one axis.
 AXES = [
     {"context", "context_"},
-    {"pipeline", "stage", "stages", "support", "tied"},
+    {"pipeline", "stage", "stages", "support", "tied", "gradients"},
 ]
 
 # The only files that import private modules of torch, and what for.

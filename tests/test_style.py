@@ -20,7 +20,7 @@ WITHOUT_MODULE = {
     "tests/test_style.py",
 }
 # Folders whose tests watch something else than a module of paralign.
-WITHOUT_MIRROR = {"engine", "examples", "matrix", "bench"}
+WITHOUT_MIRROR = {"engine", "equivalence", "examples", "bench"}
 
 
 def text_files() -> list[Path]:

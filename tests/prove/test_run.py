@@ -36,7 +36,7 @@ def test_the_examples_are_aligned(example):
     report = align(load_config(ROOT / "examples" / f"{example}.yaml", ()))
     assert report.verdict == "aligned", report.why
     assert report.coverage.is_full
-    assert report.worst.eps < 100
+    assert max(row.eps for row in report.tensors if row.kind == "grad" and row.step == 0) < 100
     assert {"reference_s", "parallel_s", "compare_s"} <= set(report.timings)
 
 

@@ -23,6 +23,8 @@ Undo = Callable[[], None]
 # imported by its name is seen too, through the ones it calls.
 _TOTAL_NORM_FUNCTIONS = ("get_total_norm", "_get_total_norm")
 _CLIP_FUNCTIONS = ("clip_grads_with_norm_", "_clip_grads_with_norm_")
+# Before torch 2.6 clip_grad_norm_ is one piece, and this is the first thing it calls.
+_OLD_FIRST_CALL = "_group_tensors_by_device_and_dtype"
 
 
 class StepWatch:
@@ -115,7 +117,10 @@ class StepWatch:
 
     def _watch_clipping(self) -> None:
         module = torch.nn.utils.clip_grad
-        for name in ("clip_grad_norm_", *_TOTAL_NORM_FUNCTIONS, *_CLIP_FUNCTIONS):
+        names = ["clip_grad_norm_", *_TOTAL_NORM_FUNCTIONS, *_CLIP_FUNCTIONS]
+        if not hasattr(module, "_get_total_norm"):
+            names.append(_OLD_FIRST_CALL)
+        for name in names:
             for place in (module, torch.nn.utils):
                 if hasattr(place, name):
                     self._replace(place, name, self._seen(name, getattr(place, name)))
@@ -165,7 +170,10 @@ class StepWatch:
         given = args[0] if args else kwargs.get("parameters", kwargs.get("tensors"))
         if not isinstance(given, list | torch.Tensor):
             return None  # a generator by keyword, which must not be used up
-        tensors = {id(t) for t in ([given] if isinstance(given, torch.Tensor) else given)}
+        flat = [given] if isinstance(given, torch.Tensor) else given
+        if flat and isinstance(flat[0], list):
+            flat = flat[0]  # _OLD_FIRST_CALL takes a list of lists
+        tensors = {id(tensor) for tensor in flat}
         return {id(p) for p in self._parameters if id(p) in tensors or id(p.grad) in tensors}
 
     def _holds_ours(self, optimizer: Any) -> bool:

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import signal
 import sys
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager
-from multiprocessing import forkserver, get_context
+from multiprocessing import forkserver, get_context, resource_tracker
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
@@ -38,7 +39,7 @@ def start_fork_server(*modules: str) -> None:
     if missing:
         raise ConfigError.from_problems("cannot preload modules for the ranks", missing)
     forkserver.set_forkserver_preload([PRELOAD, *modules])
-    with _import_path_in_environment():
+    with _import_path_in_environment(), _interrupts_blocked():
         forkserver.ensure_running()
 
 
@@ -52,6 +53,18 @@ def _exists(name: str) -> bool:
         return importlib.util.find_spec(name) is not None
     except ModuleNotFoundError:
         return False
+
+
+@contextmanager
+def _interrupts_blocked() -> Iterator[None]:
+    # The server inherits this. Ctrl-C goes to all processes of a terminal: the server would print a
+    # traceback if it is still importing. This process hears it, and ends the ranks.
+    resource_tracker.ensure_running()  # or the server would start it, which unblocks SIGINT again
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from paralign.parallel.context import ContextParallel
 from paralign.prove.build import numerics
 from paralign.prove.reference import run_reference
 from tests.parity import make_config
-from tests.prove.broken import run_broken
+from tests.equivalence.broken import run_broken
 
 pytestmark = pytest.mark.ranks
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.matrix import Case, cover, legal_cases, meshes
+from tests.equivalence.cases import Case, cover, legal_cases, meshes
 from tests.parity import check_result, measure_all
 
 COVER = cover(list(legal_cases()))

@@ -1,0 +1,302 @@
+"""A program on real ranks: accumulation, changing shapes, state, and what it refuses."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from paralign.batch import LocalBatch
+from paralign.config.run import RunConfig
+from paralign.errors import AlignError, DataError
+from paralign.loss import count_valid_tokens
+from paralign.mesh import build_mesh
+from paralign.parallelize import parallelize
+from paralign.program import Program
+from paralign.prove.build import (
+    build_pieces,
+    build_plans,
+    init_rule,
+    initialise_whole,
+    numerics,
+)
+from paralign.prove.parallel import build_program
+from paralign.prove.reference import ReferenceStep
+from paralign.testing import run_on_ranks
+from tests import parity
+from tests.parity import GRAD_TOLERANCE, LOSS_TOLERANCE, make_config
+
+MESH = {"pp": 2, "dp_shard": 2}
+
+
+def config_of(schedule: str = "1F1B", *, tied: bool = False, **sections: Any) -> RunConfig:
+    model = {**parity.BASE["model"], "tie_embeddings": tied}
+    return make_config(
+        **{
+            "model": model,
+            "mesh": MESH,
+            "pipeline": {"schedule": schedule, "num_microbatches": 4},
+            **sections,
+        }
+    )
+
+
+def random_batch(seed: int, rows: int, seq_len: int) -> dict[str, Tensor]:
+    """Return tokens, and labels of which each row has another number."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(256, (rows, seq_len), generator=generator)
+    labels = torch.full_like(tokens, -100)
+    labels[:, :-1] = tokens[:, 1:]
+    for row in range(rows):
+        labels[row, seq_len - 1 - (row * seed) % (seq_len - 1) :] = -100
+    return {"tokens": tokens, "labels": labels}
+
+
+# The second one has other rows and another length, so that torch's schedule is built anew.
+BATCHES = [random_batch(1, 16, 16), random_batch(2, 8, 12), random_batch(3, 24, 8)]
+Grads = dict[str, Tensor]
+Sums = dict[str, tuple[float, float]]
+
+
+def one_device(config: RunConfig, batch: Mapping[str, Tensor]) -> tuple[float, int, Grads]:
+    """Return loss, number of valid tokens and gradients."""
+    precision = numerics("float64", config)
+    model, blueprint = build_pieces(config, precision.master)
+    initialise_whole(model, init_rule(config, blueprint), seed=config.align.seed)
+    step = ReferenceStep(model, blueprint, precision, num_rows=4)
+    loss, num_tokens = step(batch)
+    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return float(loss), num_tokens, grads
+
+
+def compare(program: Program, expected: Grads) -> Sums:
+    """Return (|difference|^2, |expected|^2) of this rank's shard of every gradient."""
+    names = dict(program.named_parameters())
+    values = {
+        ("grad", name): parity._local(p.grad) for name, p in names.items() if p.grad is not None
+    }
+    whole = {("grad", name): grad for name, grad in expected.items()}
+    return {name: s for (_, name), s in parity._compare(program, names, values, whole).items()}
+
+
+def worst(expected: Grads, outcomes: list[Sums]) -> float:
+    """Return the largest relative error of any gradient over all ranks."""
+    totals: dict[str, list[float]] = {name: [0.0, 0.0] for name in expected}
+    for sums in outcomes:
+        for name, (difference, norm) in sums.items():
+            totals[name][0] += difference
+            totals[name][1] += norm
+    assert all(norm > 0 for _, norm in totals.values()), "a gradient was compared nowhere"
+    return max((d / n) ** 0.5 for d, n in totals.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Expected:
+    """Gradients and loss of several calls, from one device."""
+
+    summed: Grads
+    mean: Grads  # one mean over the tokens of both batches
+    mean_loss: float
+    num_tokens: int
+    third: Grads
+    third_loss: float
+
+
+def expect(config: RunConfig) -> Expected:
+    (loss_a, n_a, a), (loss_b, n_b, b), (loss_c, _, c) = (one_device(config, x) for x in BATCHES)
+    total = n_a + n_b
+    return Expected(
+        summed={name: a[name] + b[name] for name in a},
+        mean={name: (n_a * a[name] + n_b * b[name]) / total for name in a},
+        mean_loss=(n_a * loss_a + n_b * loss_b) / total,
+        num_tokens=total,
+        third=c,
+        third_loss=loss_c,
+    )
+
+
+def accumulate(config: RunConfig, expected: Expected) -> dict[str, Any]:
+    mesh = build_mesh(config.mesh.degrees)
+    program = build_program(config, numerics("float64", config), mesh=mesh)
+    optimizer = torch.optim.SGD(program.parameters(), lr=0.0)
+    first, second, third = (program.shard(batch) for batch in BATCHES)
+    seen: dict[str, Any] = {}
+    program.step(first)
+    program.step(second)
+    seen["summed"] = compare(program, expected.summed)
+    optimizer.zero_grad()
+
+    losses = [program.step(b, num_tokens=expected.num_tokens) for b in (first, second)]
+    seen["mean"] = compare(program, expected.mean)
+    seen["mean_loss"] = float(sum(losses))
+    optimizer.zero_grad()
+
+    seen["third_loss"] = float(program.step(third))
+    seen["third"] = compare(program, expected.third)
+    # And once more with the first shape, whose schedule exists already.
+    program.step(first, num_tokens=expected.num_tokens)
+    program.step(second, num_tokens=expected.num_tokens)
+    both = {name: grad + expected.mean[name] for name, grad in expected.third.items()}
+    seen["all"] = compare(program, both)
+    return seen
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("schedule", "tied"),
+    [("1F1B", False), ("1F1B", True), ("ZBVZeroBubble", True), ("InterleavedZeroBubble", False)],
+)
+def test_gradients_add_up_over_calls_and_shapes(schedule, tied):
+    config = config_of(schedule, tied=tied)
+    expected = expect(config)
+    seen = run_on_ranks(accumulate, 4, config, expected)
+    both = {name: grad + expected.mean[name] for name, grad in expected.third.items()}
+    wanted = {
+        "summed": expected.summed,
+        "mean": expected.mean,
+        "third": expected.third,
+        "all": both,
+    }
+    errors = {what: worst(grads, [one[what] for one in seen]) for what, grads in wanted.items()}
+    assert all(error <= GRAD_TOLERANCE for error in errors.values()), errors
+    for one in seen:
+        assert abs(one["mean_loss"] / expected.mean_loss - 1) <= LOSS_TOLERANCE
+        assert abs(one["third_loss"] / expected.third_loss - 1) <= LOSS_TOLERANCE
+
+
+def message_of(action: Any) -> str:
+    try:
+        action()
+    except (AlignError, DataError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
+
+
+def refusals(config: RunConfig) -> list[str]:
+    mesh = build_mesh(config.mesh.degrees)
+    program = build_program(config, numerics("float64", config), mesh=mesh)
+    rank = mesh.get_rank()
+    mine = BATCHES[0]
+    other = {**mine, "tokens": mine["tokens"].clone()}
+    other["tokens"][0, 0] += 1
+    batch = program.shard(mine)
+    short = replace(batch, num_global_tokens=batch.num_global_tokens - 1)
+    return [
+        message_of(lambda: program.step(mine)),  # type: ignore[arg-type]
+        message_of(lambda: program.step(batch, num_tokens=0)),
+        message_of(lambda: program.step(program.shard(other if rank == 3 else mine))),
+        message_of(lambda: program.step(short)),
+    ]
+
+
+@pytest.mark.ranks
+def test_a_step_refuses_what_is_no_share_of_one_global_batch():
+    config = config_of()
+    total = int(count_valid_tokens(BATCHES[0]["labels"]))
+    for messages in run_on_ranks(refusals, 4, config):
+        assert messages == [
+            "DataError: batch is a dict; step needs this rank's share of the global batch. Use "
+            "program.step(program.shard(global_batch)).",
+            "DataError: num_tokens=0 must be at least 1: token losses are divided by it. Pass the "
+            "sum of num_global_tokens over the batches whose gradients are added.",
+            "DataError: the ranks were given different global batches: rank 3: pp=1 dp_shard=1 "
+            "differ from the others. Read the same global batch on every rank (one sampler seed, "
+            "no rank offset); program.shard cuts it.",
+            f"DataError: the ranks hold {total} valid tokens of {total - 1} in the global batch. "
+            "Pass step what program.shard returned, unchanged.",
+        ]
+
+
+def run_with_extra(config: RunConfig, unused: tuple[str, ...]) -> list[str]:
+    """Step a model whose third layer has a parameter that nothing uses."""
+    mesh = build_mesh(config.mesh.degrees)
+    model, blueprint = build_pieces(config, torch.float64)
+    layer = model.get_submodule("layers.2")
+    layer.register_parameter("extra", nn.Parameter(torch.empty(3, device="meta").double()))
+    blueprint.unused_parameters = unused
+    pipeline, fsdp, context = build_plans(config)
+    program = parallelize(
+        model, mesh, blueprint=blueprint, pipeline=pipeline, fsdp=fsdp, context=context
+    )
+    program.step(program.shard(BATCHES[0]))
+    return [name for name, p in program.named_parameters() if p.grad is None]
+
+
+@pytest.mark.ranks
+def test_a_parameter_without_gradient_is_an_error_that_names_it():
+    with pytest.raises(AlignError) as caught:
+        run_on_ranks(run_with_extra, 4, config_of(), ())
+    text = str(caught.value)
+    # Both ranks that own it say so; whichever was heard first speaks.
+    assert re.search(r"\[rank (2: pp=1 dp_shard=0|3: pp=1 dp_shard=1)\] gradients are", text)
+    assert text.endswith(
+        "gradients are not final:\n"
+        "  - layers.2.extra is trainable and got no gradient. Freeze it, or list it in the "
+        "blueprint's unused_parameters"
+    )
+
+
+@pytest.mark.ranks
+def test_a_parameter_that_is_declared_unused_may_have_no_gradient():
+    seen = run_on_ranks(run_with_extra, 4, config_of(), ("layers.*.extra",))
+    assert seen == [[], [], ["layers.2.extra"], ["layers.2.extra"]]
+
+
+def count_two_reductions(config: RunConfig) -> str:
+    program = build_program(config, numerics("float64", config))
+    real = program._runtime.step
+
+    def twice(*args: Any, **kwargs: Any) -> Any:
+        result = real(*args, **kwargs)
+        program._counter.counts["stage 0: layers.0"] += 1
+        return result
+
+    program._runtime.step = twice  # type: ignore[method-assign]
+    return message_of(lambda: program.step(program.shard(BATCHES[0])))
+
+
+@pytest.mark.ranks
+def test_a_second_reduction_is_an_error_that_names_the_unit():
+    (message,) = run_on_ranks(count_two_reductions, 1, config_of(mesh={}))
+    assert message == (
+        "AlignError: [rank 0] gradients are not final:\n"
+        "  - unit 'stage 0: layers.0' reduced its gradients 2 times in one step instead of once"
+    )
+
+
+FROZEN = {
+    "embedding": ("embedding.*",),
+    "the whole first stage": ("embedding.*", "layers.0.*", "layers.1.*"),
+    "half of each layer": ("layers.*.attention.*",),
+}
+SCHEDULES = ["1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
+
+
+def check_frozen(configs: list[RunConfig], patterns: tuple[str, ...]) -> None:
+    for result in parity.measure_all(configs, frozen=patterns):
+        parity.check_result(result)
+        frozen = {
+            name
+            for kind, name in result.errors
+            if kind == "param" and any(fnmatchcase(name, pattern) for pattern in patterns)
+        }
+        assert frozen, "nothing is frozen"
+        moved = {(kind, name) for kind, name in result.errors if name in frozen}
+        assert moved == {("param", name) for name in frozen}
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("what", FROZEN)
+def test_frozen_parameters_leave_the_others_exact(what):
+    check_frozen([config_of(name) for name in SCHEDULES], FROZEN[what])
+
+
+@pytest.mark.ranks
+def test_frozen_tied_parameters_leave_the_others_exact():
+    check_frozen([config_of(name, tied=True) for name in SCHEDULES], ("embedding.*",))
