@@ -41,8 +41,8 @@ LOSS_TOLERANCE = 1e-14
 AFTER_STEP_TOLERANCE = 1e-12
 
 # Weights well above the biases' jitter. With weights far below, values differ little from token to
-# token, gradients of queries and keys are what is left after a cancellation, and the reference's own
-# rounding shows in them 50 times enlarged.
+# token, gradients of queries and keys are what is left after a cancellation, and the reference's
+# own rounding shows in them 50 times enlarged.
 INIT_STD = 0.2
 
 BASE: Mapping[str, Any] = {

@@ -300,3 +300,153 @@ def test_frozen_parameters_leave_the_others_exact(what):
 @pytest.mark.ranks
 def test_frozen_tied_parameters_leave_the_others_exact():
     check_frozen([config_of(name, tied=True) for name in SCHEDULES], ("embedding.*",))
+
+
+def clip_alike(config: RunConfig, expected: Grads, max_norm: float) -> dict[str, Any]:
+    program = build_program(config, numerics("float64", config))
+    program.step(program.shard(BATCHES[0]))
+    before, norm = program.grad_norm(), program.clip_grad_norm_(max_norm)
+    return {
+        "before": float(before),
+        "returned": float(norm),
+        "after": float(program.grad_norm()),
+        "grads": compare(program, expected),
+    }
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("max_norm", [0.25, 1e6])
+def test_clipping_is_torchs_own_on_one_device(max_norm, tied):
+    # Replicas, shards, a sequence that is cut, and a tied pair on two pipeline ranks.
+    config = config_of("GPipe", tied=tied, mesh={"pp": 2, "dp_replicate": 2, "cp": 2})
+    _, _, grads = one_device(config, BATCHES[0])
+    parameters = [nn.Parameter(torch.zeros_like(g)) for g in grads.values()]
+    for parameter, grad in zip(parameters, grads.values(), strict=True):
+        parameter.grad = grad
+    norm = float(torch.nn.utils.clip_grad_norm_(parameters, max_norm))  # in place
+    assert (norm > max_norm) is (max_norm == 0.25)
+    outcomes = run_on_ranks(clip_alike, 8, config, grads, max_norm)
+    assert worst(grads, [one["grads"] for one in outcomes]) <= GRAD_TOLERANCE
+    for one in outcomes:
+        assert one["before"] == one["returned"]
+        assert abs(one["returned"] / norm - 1) <= LOSS_TOLERANCE
+        assert abs(one["after"] / min(norm, max_norm) - 1) <= 1e-5  # torch divides by norm + 1e-6
+        assert one["after"] <= max(max_norm, norm)
+
+
+def describe_state(config: RunConfig, whole: Grads) -> dict[str, Any]:
+    program = build_program(config, numerics("float64", config))
+    state = program.state_dict()
+    names = dict(program.named_parameters())
+    wrong = [
+        name
+        for name, value in state.items()
+        if not torch.equal(
+            value.to_local(), parity._slice(value, value.to_local(), whole[name])
+        )
+    ]
+    return {
+        "wrong": wrong,
+        "state": {name: tuple(value.shape) for name, value in state.items()},
+        "shares": all(state[n].to_local().data_ptr() == names[n].to_local().data_ptr() for n in state),
+        "needs_grad": [name for name, value in state.items() if value.requires_grad],
+        "parameters": list(names),
+        "modules": [name for module in program.modules for name, _ in module.named_parameters()],
+        "aliases": program.tied_aliases,
+        "schedule": program.plan.schedule,
+        "mesh": program.mesh.shape,
+    }
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_state_of_all_ranks_together_is_that_of_the_model(tied):
+    config = config_of("Interleaved1F1B", tied=tied)
+    model, blueprint = build_pieces(config, torch.float64)
+    initialise_whole(model, init_rule(config, blueprint), seed=0)
+    whole = {name: p.detach() for name, p in model.named_parameters()}
+    outcomes = run_on_ranks(describe_state, 4, config, whole)
+    together: dict[str, tuple[int, ...]] = {}
+    for one in outcomes:
+        assert one["wrong"] == one["needs_grad"] == []
+        assert one["shares"]  # what is loaded into the state is in the parameters
+        assert one["parameters"] == one["modules"]
+        assert one["aliases"] == ({"head.weight": "embedding.weight"} if tied else {})
+        assert (one["schedule"], one["mesh"]) == ("Interleaved1F1B", (2, 1, 2, 1, 1))
+        together |= one["state"]
+    assert together == {name: tuple(value.shape) for name, value in whole.items()}
+    # Stages of different pipeline ranks share no name; ranks of one share all.
+    assert outcomes[0]["state"] == outcomes[1]["state"]
+    assert not outcomes[0]["state"].keys() & outcomes[2]["state"].keys()
+    everything = {*outcomes[0]["parameters"], *outcomes[2]["parameters"]}
+    assert everything - together.keys() == ({"head.weight"} if tied else set())
+
+
+def reductions(configs: list[RunConfig]) -> list[dict[str, int]]:
+    mesh = build_mesh(configs[0].mesh.degrees)
+    seen = []
+    for config in configs:
+        program = build_program(
+            config,
+            numerics("float64", config),
+            mesh=mesh,
+            prepare=lambda model: parity.freeze(model, ("layers.1.*",)),
+        )
+        batch = program.shard(BATCHES[0])
+        program.step(batch)
+        program.step(batch)  # counted from zero again
+        seen.append(program.num_reductions)
+    return seen
+
+
+# Grouping -> reductions of every unit. layers.1 is frozen, so alone it has nothing to reduce.
+WRAPS: dict[str, tuple[Any, dict[str, int]]] = {
+    "root": ("root", {"stage 0: ": 1, "stage 1: ": 1}),
+    "blocks": (
+        "blocks",
+        {
+            "stage 0: ": 1,
+            "stage 0: layers.0": 1,
+            "stage 0: layers.1": 0,
+            "stage 1: ": 1,
+            "stage 1: layers.2": 1,
+            "stage 1: layers.3": 1,
+        },
+    ),
+    "first_block": (
+        "first_block",
+        {"stage 0: ": 1, "stage 0: layers.0": 1, "stage 1: ": 1, "stage 1: layers.2": 1},
+    ),
+    "lists": (  # the second unit is on two stages, and the first stage's root owns nothing
+        [["embedding", "layers.0"], ["layers.1", "layers.2"], ["head", "norm"]],
+        {
+            "stage 0: ": 0,
+            "stage 0: embedding+layers.0": 1,
+            "stage 0: layers.1": 0,
+            "stage 1: ": 1,
+            "stage 1: layers.2": 1,
+            "stage 1: head+norm": 1,
+        },
+    ),
+}
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("shards", [1, 2])
+def test_every_unit_with_something_to_train_is_reduced_once(shards):
+    cases = [(wrap, m) for wrap in WRAPS for m in (1, 4)]
+    configs = [
+        config_of(
+            mesh={"pp": 2, "dp_shard": shards},
+            pipeline={"schedule": "GPipe", "num_microbatches": m},
+            fsdp={"wrap": WRAPS[wrap][0]},
+        )
+        for wrap, m in cases
+    ]
+    outcomes = run_on_ranks(reductions, 2 * shards, configs)
+    for number, (wrap, _) in enumerate(cases):
+        counts: dict[str, int] = {}
+        for one in outcomes:
+            counts |= one[number]
+        assert counts == WRAPS[wrap][1], cases[number]

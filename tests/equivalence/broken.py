@@ -43,7 +43,7 @@ def _replace(owner: Any, attribute: str, value: Any) -> None:
 
 
 def feature_axis_for_heads() -> None:
-    """Trade the sequence for features of a head, which attention contracts, instead of for heads."""
+    """Trade the sequence for features of a head, which attention contracts, not for heads."""
     style = ContextParallel(seq_dim=2, head_dim=3, mask_kwarg_name="mask", guards=False)
     _replace(DecoderBlueprint, "attention", lambda self: {"attention.core": style})
 
@@ -128,24 +128,14 @@ def ends_outside_every_unit() -> None:
             settings["ignored_params"] = kept
         return shard(modules, **settings)
 
+    build = paralign.prove.parallel.build_pieces
+
+    def build_real(config: RunConfig, dtype: torch.dtype) -> Any:
+        model, blueprint = build(config, dtype)
+        return model.to_empty(device="cpu"), blueprint  # so that whole weights are initialised
+
     _replace(paralign.parallel.data, "fully_shard", without_ends)
-    initialise = paralign.parallelize._initialise  # type: ignore[attr-defined]
-
-    def initialise_plain(stage: Stage, init: Any, *, seed: int, aliases: dict[str, str]) -> None:
-        for name, parameter in stage.named_parameters():
-            if not hasattr(parameter, "to_local"):
-                parameter.to_local = lambda p=parameter: p.detach()  # type: ignore[attr-defined]
-        with mock.patch.object(
-            paralign.parallelize,
-            "_offsets",
-            lambda p, held: (0,) * p.dim() if not hasattr(p, "placements") else offsets(p, held),
-        ):
-            initialise(stage, init, seed=seed, aliases=aliases)
-        for parameter in stage.parameters():
-            parameter.__dict__.pop("to_local", None)
-
-    offsets = paralign.parallelize._offsets  # type: ignore[attr-defined]
-    _replace(paralign.parallelize, "_initialise", initialise_plain)
+    _replace(paralign.prove.parallel, "build_pieces", build_real)
 
 
 BREAKS: dict[str, Callable[[], None]] = {

@@ -1,7 +1,7 @@
-"""The cases of the matrix: eight ranks, every legal mix of axes, schedule, units and attention mode.
+"""The cases of the matrix: eight ranks, every legal mix of axes, schedule, units and attention.
 
-``legal_cases`` is the full product, ``cover`` a part of it in which every pair of choices occurs, and
-every mesh with all of pp, FSDP and cp meets every schedule and every grouping.
+``legal_cases`` is the full product, ``cover`` a part of it in which every pair of choices occurs,
+and every mesh with all of pp, FSDP and cp meets every schedule and every grouping.
 """
 
 from __future__ import annotations

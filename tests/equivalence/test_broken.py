@@ -10,8 +10,8 @@ from paralign.launch import run_ranks
 from paralign.parallel.context import ContextParallel
 from paralign.prove.build import numerics
 from paralign.prove.reference import run_reference
-from tests.parity import make_config
 from tests.equivalence.broken import run_broken
+from tests.parity import make_config
 
 pytestmark = pytest.mark.ranks
 

@@ -1,4 +1,4 @@
-"""Pipeline x FSDP x context parallel on eight ranks, every unit grouping, one and three AdamW steps."""
+"""Pipeline x FSDP x context parallel on eight ranks: every unit grouping, several steps."""
 
 from __future__ import annotations
 

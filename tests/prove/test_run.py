@@ -73,9 +73,11 @@ def test_own_model_of_the_examples_is_aligned(monkeypatch):
 def test_under_torchrun_the_world_is_joined_and_every_rank_exits_alike(tmp_path):
     config = ROOT / "examples" / "pp_fsdp_cp.yaml"
     result = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=4", "--standalone"]
-        + ["-m", "paralign", "align", str(config), "--set", "mesh.pp=1"]
-        + ["--json", str(tmp_path / "report.json")],
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=4", "--standalone"),
+            *("-m", "paralign", "align", str(config), "--set", "mesh.pp=1"),
+            *("--json", str(tmp_path / "report.json")),
+        ],
         capture_output=True,
         text=True,
         timeout=200,

@@ -73,6 +73,7 @@ def run_parallel(config: RunConfig, precision: Numerics, trace: Path) -> None:
         parameters=list(program.parameters()),
         step=step,
         clip=program.clip_grad_norm_,
+        num_microbatches=program.plan.num_microbatches,
         mesh=program.mesh,
         names=program.tied_aliases,
         speaks=dist.get_rank() == 0,

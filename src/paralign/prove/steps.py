@@ -27,6 +27,7 @@ class Run:
         parameters: What the optimizer moves.
         step: Global batch -> loss and number of valid tokens; adds gradients to ``.grad``.
         clip: Largest norm -> norm before clipping; scales the gradients.
+        num_microbatches: Pieces a rank's rows go through in.
         mesh: The mesh, where there is one.
         names: Name of a tied copy -> its canonical name.
         alone: This process runs by itself although it belongs to a process group.
@@ -37,6 +38,7 @@ class Run:
     parameters: Sequence[nn.Parameter]
     step: Callable[[Mapping[str, Tensor]], tuple[Tensor, int]]
     clip: Callable[[float], Tensor]
+    num_microbatches: int = 1
     mesh: Any = None
     names: Mapping[str, str] = field(default_factory=dict)
     alone: bool = False
@@ -56,7 +58,7 @@ def record_steps(config: RunConfig, precision: Numerics, run: Run, trace: Path, 
         steps=config.align.steps,
         what=RECORDED,
         names=dict(run.names),
-        facts=_facts(config, precision),
+        facts={**_facts(config, precision), "num_microbatches": run.num_microbatches},
         alone=run.alone,
     ) as recorder:
         for number in range(config.align.steps):
