@@ -55,7 +55,7 @@ def _adopt_orphans() -> bool:
     """Become the parent of grandchildren whose parent ends, such as a fork server."""
     if sys.platform != "linux":
         return False
-    return ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
+    return bool(ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0)
 
 
 def _wait_for_orphans() -> None:

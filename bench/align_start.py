@@ -4,9 +4,9 @@
 
 Both sides are new processes, in turn. ``paralign align`` starts Python, reads the config, makes the
 reference run and the parallel run, compares them and prints the verdict. torchrun starts as many
-ranks, and each only builds the same program and trains and records the same steps. On a machine that
-does other work too the clock favours torchrun, whose eight processes get more than their share of it:
-then look at the processor time.
+ranks, and each only builds the same program and trains and records the same steps. On a machine
+that does other work too the clock favours torchrun, whose eight processes get more than their share
+of it: then look at the processor time.
 """
 
 from __future__ import annotations

@@ -152,7 +152,7 @@ def _integers(global_batch: Mapping[str, Tensor], name: str) -> Tensor | None:
 
 
 def _is_unshifted(tokens: Tensor, labels: Tensor) -> bool:
-    """Whether every label is its own token; rows of one repeated token may be right all the same."""
+    """Whether each label is its own token; where a token is repeated, that may be right."""
     is_valid = labels != IGNORE_INDEX
     is_own = bool((labels == tokens)[is_valid].all())
     is_next = bool((labels[:, :-1] == tokens[:, 1:])[is_valid[:, :-1]].all())

@@ -73,6 +73,11 @@ def fused_all_to_all_dims(
     return outputs
 
 
+def travel_together(num_bytes: int) -> bool:
+    """Whether :func:`fused_all_to_all_dims` sends tensors of this size in all as one collective."""
+    return num_bytes < _PACK_BELOW_BYTES
+
+
 def all_gather_dim(x: Tensor, *, dim: int, group: dist.ProcessGroup) -> Tensor:
     """Get every rank's ``x``, concatenated on ``dim`` in the order of the ranks.
 
@@ -189,7 +194,7 @@ def _exchange(
     packed, and its collective is under way while the next one is prepared.
     """
     num_bytes = sum(x.numel() * x.element_size() for x in tensors)
-    batches = [tensors] if num_bytes < _PACK_BELOW_BYTES else [[x] for x in tensors]
+    batches = [tensors] if travel_together(num_bytes) else [[x] for x in tensors]
     started = [_Exchange(batch, split_dim, concat_dim, group) for batch in batches]
     return tuple(result for exchange in started for result in exchange.finish())
 

@@ -1,14 +1,11 @@
 """Applies the mesh axes to a model in the one legal order, and owns every scale factor.
 
 The order is: pipeline split -> context parallel -> FSDP -> pipeline runtime. Later axes see the
-    modules
-that earlier ones left, and nothing else works: FSDP must shard the parameters of a finished stage,
-    and
-context parallelism must wrap the attention core before FSDP hooks the layer around it.
+modules that earlier ones left, and nothing else works: FSDP must shard the parameters of a finished
+stage, and context parallelism must wrap the attention core before FSDP hooks the layer around it.
 
 There is one scale factor in the whole project: token losses are divided by the number of valid
-    tokens of
-the global batch before the backward pass. Everything after that is a sum.
+tokens of the global batch before the backward pass. Everything after that is a sum.
 """
 
 from __future__ import annotations
@@ -38,7 +35,13 @@ from paralign.parallel.pipeline import Pipeline, PipelineRuntime
 from paralign.parallel.stage import Stage, meta_copy
 from paralign.parallel.stages import rank_of_stage, split_layers, stages_of_rank
 from paralign.parallel.support import Plan, problems, resolve_reshard
-from paralign.parallel.tied import TiedPair, check_pairs, find_tied, untie
+from paralign.parallel.tied import (
+    TiedPair,
+    check_pairs,
+    check_units_of_pairs,
+    find_tied,
+    untie,
+)
 from paralign.program import Program
 from paralign.randomness import Init, fill_
 
@@ -106,7 +109,7 @@ def parallelize(
     plan = resolve_plan(
         model, degrees, blueprint, pipeline=pipeline, fsdp=fsdp, precision=precision
     )
-    check_units(fsdp.wrap, [name for name, _ in model.named_modules() if name])
+    check_sharding(model, blueprint, plan, fsdp)
 
     tensors = [*model.parameters(), *model.buffers()]
     is_meta = any(tensor.is_meta for tensor in tensors)
@@ -114,8 +117,7 @@ def parallelize(
     if is_meta and any(True for _ in model.buffers()):
         raise ConfigError(
             "the model is on the meta device and has buffers, whose values would be lost. Build "
-            "it on a "
-            "real device, or compute them in the blueprint's context."
+            "it on a real device, or compute them in the blueprint's context."
         )
     if not is_meta:
         _check_same_weights(model, degrees)
@@ -206,6 +208,27 @@ def stage_of_parameters(model: nn.Module, blueprint: Blueprint, plan: Plan) -> d
     return owners
 
 
+def check_sharding(model: nn.Module, blueprint: Blueprint, plan: Plan, fsdp: FSDP) -> None:
+    """Check that every parameter will belong to exactly one FSDP unit of each stage that uses it.
+
+    Raises:
+        LayoutError: Listed units name modules that do not exist or overlap, or a tied parameter is
+            in two units.
+        ConfigError: A parameter has more than two names.
+    """
+    assert plan.num_layers is not None
+    names = [name for name, _ in model.named_modules() if name]
+    check_units(fsdp.wrap, names)
+    owners, aliases = stage_of_parameters(model, blueprint, plan), find_tied(model)
+    check_pairs(aliases, owners)
+    splits = split_layers(plan.num_layers, plan.num_stages, plan.layers_per_stage)
+    units = {
+        stage: plan_units(fsdp.wrap, [f"{blueprint.layers_name}.{i}" for i in layers], names)
+        for stage, layers in enumerate(splits)
+    }
+    check_units_of_pairs(aliases, owners, units)
+
+
 def _split(
     model: nn.Module, mesh: DeviceMesh, blueprint: Blueprint, plan: Plan
 ) -> tuple[dict[int, Stage], list[TiedPair]]:
@@ -213,7 +236,6 @@ def _split(
     assert plan.num_layers is not None
     owners = stage_of_parameters(model, blueprint, plan)
     aliases = find_tied(model)
-    check_pairs(aliases, owners)
     pairs = []
     for alias, canonical in aliases.items():
         both = (owners[canonical], owners[alias])
@@ -244,8 +266,7 @@ def _apply_context(stage: Stage, mesh: DeviceMesh, blueprint: Blueprint, context
     if not cores and cp_mesh.size() > 1:
         raise ConfigError(
             f"the blueprint names no attention core, and axis 'cp' has {cp_mesh.size()} ranks. "
-            "Return "
-            "it from Blueprint.attention(), or use cp=1."
+            "Return it from Blueprint.attention(), or use cp=1."
         )
     for layer_name in stage.layer_names:
         for core_name, style in cores.items():
@@ -289,7 +310,7 @@ def _offsets(parameter: nn.Parameter, held_shape: tuple[int, ...]) -> tuple[int,
 
 def _check_same_weights(model: nn.Module, degrees: Degrees) -> None:
     """Raise unless every rank passed the same initial weights."""
-    named = list(model.named_parameters())
+    named: list[tuple[str, Tensor]] = [*model.named_parameters(), *model.named_buffers()]
     sums = torch.stack([_bits(parameter).sum() for _, parameter in named]).cpu()
     everyone: list[Tensor] = [torch.empty_like(sums) for _ in range(dist.get_world_size())]
     dist.all_gather_object(everyone, sums)
@@ -299,16 +320,15 @@ def _check_same_weights(model: nn.Module, degrees: Degrees) -> None:
             raise ConfigError(
                 f"the initial weights differ between ranks: {named[first][0]} on "
                 f"{degrees.describe_rank(rank)} is not what it is on {degrees.describe_rank(0)}. "
-                "Build the "
-                "model from one seed on every rank, or on the meta device."
+                "Build the model from one seed on every rank, or on the meta device."
             )
 
 
 def _bits(parameter: Tensor) -> Tensor:
     """Return a parameter's bits as integers, weighted by position so that a permutation shows."""
-    kinds = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
+    kinds = {8: torch.int64, 4: torch.int32, 2: torch.int16}
     flat = parameter.detach().contiguous().flatten()
-    bits = flat.view(kinds[flat.element_size()]).long()
+    bits = flat.view(kinds.get(flat.element_size(), torch.int8)).long()
     return bits * (2 * torch.arange(bits.numel(), device=bits.device) + 1)
 
 

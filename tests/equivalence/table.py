@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import sys
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path

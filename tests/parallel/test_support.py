@@ -168,9 +168,7 @@ def test_freed_units_under_a_zero_bubble_are_repaired_and_the_cost_is_said(name,
 @pytest.mark.parametrize("name", ZERO_BUBBLE)
 def test_a_zero_bubble_runs_as_asked_where_nothing_is_freed(name):
     for wrap, reshard in (("root", None), ("root", False), ("blocks", False)):
-        plan = Plan(
-            schedule=name, num_microbatches=2, wrap=wrap, reshard_after_forward=reshard
-        )
+        plan = Plan(schedule=name, num_microbatches=2, wrap=wrap, reshard_after_forward=reshard)
         assert rules(plan) == []
         assert resolve_reshard(plan) is reshard
 

@@ -184,13 +184,7 @@ class ContextParallel(ParallelStyle):
             )
         settings = self._settings
         groups = self._groups_of(device_mesh)
-        signature = CoreSignature(
-            module.forward,
-            core=type(module).__name__,
-            qkv_indices=settings.qkv_indices,
-            qkv_kwarg_names=settings.qkv_kwarg_names,
-            mask_kwarg_name=settings.mask_kwarg_name,
-        )
+        signature = self.signature_of(module)
         # An instance attribute in front of the class's forward: deleting it restores the module.
         forward: Any = ContextForward(
             module,
@@ -204,6 +198,21 @@ class ContextParallel(ParallelStyle):
         )
         module.forward = forward
         return module
+
+    def signature_of(self, module: nn.Module) -> CoreSignature:
+        """Say which argument of ``module.forward`` is q, k, v, the mask and the causal flag.
+
+        Raises:
+            LayoutError: ``forward`` does not have what this style names.
+        """
+        settings = self._settings
+        return CoreSignature(
+            module.forward,
+            core=type(module).__name__,
+            qkv_indices=settings.qkv_indices,
+            qkv_kwarg_names=settings.qkv_kwarg_names,
+            mask_kwarg_name=settings.mask_kwarg_name,
+        )
 
     @staticmethod
     def remove(module: nn.Module) -> nn.Module:

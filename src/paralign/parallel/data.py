@@ -2,15 +2,14 @@
 
 Parameters are sharded over ``fsdp = dp_shard x cp`` and, with ``dp_replicate > 1``, replicated over
 the rest. Every gradient is a plain sum: losses are divided by the global token count before the
-    backward
-pass, so no average whose meaning depends on an axis size is left anywhere.
+backward pass, so no average whose meaning depends on an axis size is left anywhere.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
+from difflib import get_close_matches
 
 import torch
 from torch import nn
@@ -114,9 +113,8 @@ def check_units(wrap: str | Sequence[Sequence[str]], module_names: Sequence[str]
     known, problems = set(module_names), []
     for position, name in enumerate(listed):
         if name not in known:
-            near = [
-                other for other in module_names if fnmatchcase(other, f"*{name.split('.')[-1]}")
-            ]
+            near = [other for other in module_names if other.endswith(f".{name}")]
+            near = near or get_close_matches(name, module_names, n=1)
             hint = f" Did you mean {near[0]!r}?" if near else ""
             problems.append(f"{name!r} matches no module of the model.{hint}")
         for other in listed[:position]:
@@ -147,7 +145,8 @@ def apply_fsdp(
     """Shard the parameters of ``stage`` in place, one communication group a unit.
 
     Comm (per step, n ranks in ``fsdp``, P parameter elements of a unit, M micro-batches):
-        forward and backward: one all-gather of P, or ``2 * M`` with ``reshard_after_forward``.
+        forward and backward: one all-gather of P, or ``M + 1`` with ``reshard_after_forward``: the
+        pipeline keeps what a backward pass has gathered until the next forward pass frees it.
         after the last micro-batch: one reduce-scatter of P, and with ``dp_replicate`` one
         all-reduce of ``P / n``. Sums, never averages.
 

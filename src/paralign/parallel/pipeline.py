@@ -100,7 +100,7 @@ class PipelineRuntime:
         earlier: Taken = []
         if schedule is None:
             schedule = self._schedules[rows, local_seq] = self._build(rows, local_seq)
-            # A schedule clears every gradient at its first step, also those that earlier steps left.
+            # A schedule clears every gradient at its first step, those of earlier steps as well.
             earlier = take_gradients(
                 [p for stage in self._stages.values() for p in stage.parameters()]
             )

@@ -1,9 +1,9 @@
 """The support table: which plans run as asked, which are repaired, which are refused, and why.
 
 Pure: nothing here needs torch. ``paralign check`` prints what :func:`rules` returns,
-    ``parallelize``
-obeys it, and ``tests/parallel/test_support.py`` proves every "run" and "repair" row on real ranks.
-Each row's reason is measured; ``docs/engine.md`` has a reproduction for those that are torch's.
+``parallelize`` obeys it, and ``tests/parallel/test_support.py`` shows on real ranks that what is
+refused or repaired would be wrong, and that what is repaired is right. Each row's reason is
+measured; ``docs/engine.md`` has a reproduction for those that are torch's.
 """
 
 from __future__ import annotations

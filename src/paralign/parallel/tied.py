@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from paralign.errors import ConfigError
+from paralign.errors import ConfigError, LayoutError
 from paralign.mesh import Axis
 from paralign.parallel.stage import Stage
 
@@ -75,7 +75,7 @@ def check_pairs(aliases: Mapping[str, str], owners: Mapping[str, int]) -> None:
         ConfigError: A parameter is shared by more stages, such as by the layers of a looped model.
     """
     problems = []
-    for canonical in set(aliases.values()):
+    for canonical in dict.fromkeys(aliases.values()):
         names = [canonical, *(a for a, c in aliases.items() if c == canonical)]
         if len({owners[name] for name in names}) < len(names) and len(names) > 2:
             problems.append(f"{', '.join(names)} are one parameter used {len(names)} times")
@@ -85,6 +85,43 @@ def check_pairs(aliases: Mapping[str, str], owners: Mapping[str, int]) -> None:
         raise ConfigError.from_problems(
             "a tied parameter has at most two names, such as embedding and head", problems
         )
+
+
+def check_units_of_pairs(
+    aliases: Mapping[str, str],
+    owners: Mapping[str, int],
+    units: Mapping[int, Sequence[Sequence[str]]],
+) -> None:
+    """Raise unless both names of a parameter that one stage uses belong to one FSDP unit.
+
+    Args:
+        aliases: Alias -> canonical name.
+        owners: Parameter name -> stage index.
+        units: Stage index -> modules of each unit besides the root.
+
+    Raises:
+        LayoutError: Two units would both gather and reduce one parameter.
+    """
+    problems = []
+    for alias, canonical in aliases.items():
+        stage = owners[canonical]
+        if owners[alias] != stage:
+            continue  # each stage gets a copy of its own
+        first, second = (_unit_of(name, units[stage]) for name in (canonical, alias))
+        if first != second:
+            problems.append(
+                f"{canonical} and {alias} are one parameter on stage {stage}, in two units: "
+                f"{first} and {second}. List both modules in one unit, or leave both to the root"
+            )
+    if problems:
+        raise LayoutError.from_problems("a tied parameter belongs to one fsdp unit", problems)
+
+
+def _unit_of(parameter: str, units: Sequence[Sequence[str]]) -> str:
+    for unit in units:
+        if any(parameter.startswith(f"{module}.") for module in unit):
+            return repr("+".join(unit))
+    return "the root"
 
 
 def sum_pair(

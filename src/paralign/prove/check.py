@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import groupby
 
 import torch
-from rich.console import Group, RenderableType
+from rich import box
+from rich.console import Group, JustifyMethod, RenderableType
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -14,12 +18,14 @@ from paralign.config.model_choice import build_model
 from paralign.config.run import RunConfig
 from paralign.declaration import ParameterDeclaration, declare
 from paralign.errors import ConfigError
+from paralign.mesh import MESH_AXES
 from paralign.models.compose import structure_problems
-from paralign.parallel.data import Precision, check_units
+from paralign.parallel.data import Precision
 from paralign.parallel.support import Plan, rules
-from paralign.parallelize import resolve_plan
+from paralign.parallelize import check_sharding, resolve_plan
 from paralign.prove.build import build_plans
 from paralign.prove.cost import RankCost, estimate
+from paralign.prove.rows import ranges, rows_of
 
 
 def describe_plan(config: RunConfig, *, verbose: bool = False) -> RenderableType:
@@ -37,7 +43,6 @@ def describe_plan(config: RunConfig, *, verbose: bool = False) -> RenderableType
     if found := structure_problems(model, blueprint):
         raise ConfigError.from_problems("the blueprint does not describe the model", found)
     pipeline, fsdp, _ = build_plans(config)
-    check_units(fsdp.wrap, [name for name, _ in model.named_modules() if name])
     precision = Precision(
         compute=getattr(torch, config.precision.compute),
         reduce=getattr(torch, config.precision.reduce),
@@ -46,61 +51,71 @@ def describe_plan(config: RunConfig, *, verbose: bool = False) -> RenderableType
     plan = resolve_plan(
         model, degrees, blueprint, pipeline=pipeline, fsdp=fsdp, precision=precision
     )
+    check_sharding(model, blueprint, plan, fsdp)
     declared = declare(model, blueprint, degrees=degrees, plan=plan, fsdp=fsdp)
     costs = estimate(model, blueprint, config=config, plan=plan, declared=declared)
     return Group(
-        _title(config, plan, declared),
-        _support(config, plan),
-        Text(),
+        _summary(config, plan, declared),
+        _heading("memory per rank, without activations"),
         _memory(costs),
-        Text(),
+        _heading("communication per rank and step"),
         _traffic(costs),
-        Text(),
-        _reductions(declared, verbose=verbose),
+        _heading("every gradient: what it is a sum of, reduced once a step"),
+        *_reductions(declared, verbose=verbose),
     )
 
 
-def _title(config: RunConfig, plan: Plan, declared: Sequence[ParameterDeclaration]) -> Text:
+def _summary(
+    config: RunConfig, plan: Plan, declared: Sequence[ParameterDeclaration]
+) -> RenderableType:
     degrees = config.mesh.degrees
     name = config.model.name or config.model.build
-    sizes = torch.tensor([torch.Size(p.shape).numel() for p in declared if not p.tied_to])
-    return Text.assemble(
-        ("plan ", "bold"),
-        f"{name}, {_count(int(sizes.sum()))} parameters, on {degrees.world_size} ranks "
-        f"({degrees}), {plan.kind.name} with {plan.num_microbatches} micro-batches",
+    size = sum(math.prod(p.shape) for p in declared if not p.tied_to)
+    axes = [f"{axis}={degrees.degree(axis)}" for axis in MESH_AXES if degrees.degree(axis) > 1]
+    ranks = f"{degrees.world_size} ranks" if degrees.world_size > 1 else "1 rank"
+    pieces = f"{plan.num_microbatches} micro-batch{'es' if plan.num_microbatches > 1 else ''}"
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column()
+    table.add_row(
+        "plan",
+        f"{name}, {_count(size)} parameters, on {ranks}{': ' if axes else ''}{' '.join(axes)}, "
+        f"{plan.kind.name} with {pieces}",
     )
+    for line in _support(config, plan):
+        table.add_row("support", line)
+    return table
 
 
-def _support(config: RunConfig, plan: Plan) -> RenderableType:
+def _support(config: RunConfig, plan: Plan) -> Iterator[Text]:
     # The plan is resolved: what was repaired is seen in the plan as it was asked for.
-    asked = Plan(
-        schedule=plan.schedule,
-        num_microbatches=plan.num_microbatches,
-        pp=plan.pp,
+    asked = replace(
+        plan,
         stages_per_rank=config.pipeline.stages_per_rank,
-        wrap=config.fsdp.wrap,
         reshard_after_forward=config.fsdp.reshard,
-        compute_dtype=plan.compute_dtype,
-        reduce_dtype=plan.reduce_dtype,
     )
     found = rules(asked)
     if not found:
-        return Text.assemble(("support ", "bold"), "the plan runs as asked")
-    lines = [
-        Text.assemble(
-            ("support ", "bold"), (rule.decision.value, "yellow"), f" {rule.reason} {rule.fix}"
-        )
-        for rule in found
-    ]
-    return Group(*lines)
+        yield Text("the plan runs as asked")
+    for rule in found:
+        yield Text.assemble((rule.decision.value, "yellow"), f": {rule.reason} {rule.fix}")
 
 
-def _memory(costs: Sequence[RankCost]) -> Table:
-    table = _table("memory per rank, without activations")
-    table.add_column("pp rank")
-    table.add_column("layers")
-    for title in ("parameters", "shards", "gathered", "waiting gradients"):
-        table.add_column(title, justify="right")
+def _heading(title: str) -> RenderableType:
+    return Padding(Text(title, "bold"), (1, 0, 0, 0))
+
+
+def _table(*columns: str, numbers: Sequence[str] = ()) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="dim")
+    for title in columns:
+        justify: JustifyMethod = "right" if title in numbers else "left"
+        table.add_column(title, justify=justify, overflow="fold")
+    return table
+
+
+def _memory(costs: Sequence[RankCost]) -> RenderableType:
+    numbers = ("parameters", "state", "gathered", "gradients")
+    table = _table("pp", "layers", *numbers, numbers=numbers)
     for cost in costs:
         table.add_row(
             str(cost.pp_rank),
@@ -110,65 +125,57 @@ def _memory(costs: Sequence[RankCost]) -> Table:
             _bytes(cost.gathered_bytes),
             _bytes(cost.gradient_bytes),
         )
-    table.caption = (
-        "shards: weights, gradients and optimizer state in float32; gathered: unsharded weights "
-        "at one "
-        "time; waiting gradients: unsharded, until the last micro-batch"
+    return Group(
+        table,
+        _notes(
+            ("state", "its shards of weights, gradients and optimizer state, in float32"),
+            ("gathered", "whole weights, at most: freed after the last backward pass"),
+            ("gradients", "whole gradients, at most: they wait for the last micro-batch"),
+        ),
     )
-    return table
 
 
-def _traffic(costs: Sequence[RankCost]) -> Table:
-    table = _table("communication per rank and step")
-    for title in ("pp rank", "what", "collective", "axis"):
-        table.add_column(title)
-    for title in ("calls", "bytes"):
-        table.add_column(title, justify="right")
-    for cost in costs:
-        for number, item in enumerate(cost.traffic):
-            most = "<= " if item.at_most else ""
-            table.add_row(
-                str(cost.pp_rank) if number == 0 else "",
-                item.what,
-                item.collective,
-                item.axis,
-                f"{most}{item.calls}",
-                f"{most}{_bytes(item.num_bytes)}",
-                end_section=number == len(cost.traffic) - 1,
-            )
-    return table
+def _traffic(costs: Sequence[RankCost]) -> RenderableType:
+    table = _table("pp", "what", "collective", "over", "calls", "sent", numbers=("calls", "sent"))
+    for cells, group in groupby(costs, key=_traffic_cells):
+        span = ranges(cost.pp_rank for cost in group)
+        for number, row in enumerate(cells):
+            is_last = number == len(cells) - 1
+            table.add_row("" if number else span, *row, end_section=is_last)
+    notes = [("sent", "leaves the rank; an all-reduce counts as reduce-scatter and all-gather")]
+    if any(item.at_most for cost in costs for item in cost.traffic):
+        notes.append(("<=", "the schedule decides; fewer where something is still at hand"))
+    return Group(table, _notes(*notes))
 
 
-def _reductions(declared: Sequence[ParameterDeclaration], *, verbose: bool) -> Table:
-    table = _table("every gradient: what it is a sum of, reduced once a step")
-    for title in ("parameter", "shape", "stage", "unit", "placement", "summed over"):
-        table.add_column(title, overflow="fold")
-    rows: dict[tuple[str, ...], list[int]] = {}
-    for p in declared:
-        hide = (lambda name: name) if verbose else _hide_index
-        summed = " x ".join(p.partial_over) or "-"
-        if p.tied_to:
-            summed += f", and with {p.tied_to}"
-        key = (
-            hide(p.name),
-            "x".join(map(str, p.shape)),
-            hide(p.unit) or "root",
-            ", ".join(f"{axis}: {how}" for axis, how in p.placements.items()) or "whole",
-            summed if p.trainable else "frozen",
-        )
-        rows.setdefault(key, []).append(p.stage)
-    for (name, shape, unit, placement, summed), stages in rows.items():
-        at = f"{min(stages)}-{max(stages)}" if len(set(stages)) > 1 else str(stages[0])
-        table.add_row(*(Text(cell) for cell in (name, shape, at, unit, placement, summed)))
-    return table
+def _traffic_cells(cost: RankCost) -> list[tuple[str, ...]]:
+    cells = []
+    for item in cost.traffic:
+        most = "<= " if item.at_most else ""
+        numbers = (f"{most}{item.calls}", f"{most}{_bytes(item.num_bytes)}")
+        cells.append((item.what, item.collective, item.axis, *numbers))
+    return cells or [("nothing", "-", "-", "0", "0 B")]
 
 
-def _table(title: str) -> Table:
-    return Table(title=title, title_justify="left", title_style="bold", caption_justify="left")
+def _reductions(
+    declared: Sequence[ParameterDeclaration], *, verbose: bool
+) -> Iterator[RenderableType]:
+    for fate, rows in rows_of(declared, verbose=verbose).items():
+        table = _table("parameter", "shape", "stage", "unit")
+        for row in rows:
+            table.add_row(*(Text(cell) for cell in (row.name, row.shape, row.stages, row.unit)))
+        yield _notes(("placement", fate.placement), ("gradient", fate.summed))
+        yield table
 
 
-def _hide_index(name: str) -> str:
-    return re.sub(r"\.\d+(?=\.|$|\+)", ".*", name)
+def _notes(*notes: tuple[str, str]) -> RenderableType:
+    """Explain words, below the first column of a table."""
+    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    table.add_column(style="italic", no_wrap=True)
+    table.add_column()
+    for word, meaning in notes:
+        table.add_row(word, Text(meaning))
+    return Padding(table, (0, 0, 0, 1))
 
 
 def _span(layers: range) -> str:

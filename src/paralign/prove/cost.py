@@ -1,20 +1,27 @@
-"""What a plan costs each pipeline rank in memory and communication; counted, not measured."""
+"""What a plan costs each pipeline rank in memory and communication; counted, not measured.
+
+``tests/prove/test_cost.py`` counts the collectives of real runs and finds the same.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from paralign.blueprint import Blueprint
+from paralign.collectives import travel_together
 from paralign.config.run import RunConfig
 from paralign.declaration import ParameterDeclaration
-from paralign.mesh import Degrees
-from paralign.parallel.context_rules import inner_degree
+from paralign.mesh import Axis, Degrees
+from paralign.parallel.context import ContextParallel
+from paralign.parallel.context_rules import inner_degree, kv_repeats
 from paralign.parallel.data import ROOT_UNIT
 from paralign.parallel.stage import boundary_tensors, meta_copy
 from paralign.parallel.stages import split_layers
@@ -22,6 +29,8 @@ from paralign.parallel.support import Plan
 
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
 OPTIMIZER_STATES = {"adamw": 2, "sgd": 0}  # tensors like the parameter; sgd: 1 with momentum
+# torch's runtime keeps this many stages of a rank gathered, and frees others between micro-batches.
+GATHERED_STAGES = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,9 +40,10 @@ class Traffic:
     Attributes:
         what: What it moves.
         collective: Its name.
-        axis: The axis it runs over.
+        axis: The axes it runs over.
         calls: Number of calls, or the largest number where the schedule decides.
-        num_bytes: Bytes of this rank's tensors in all calls together.
+        num_bytes: Bytes that this rank sends to others in all calls together. An all-reduce counts
+            as the reduce-scatter and the all-gather that it is made of.
         at_most: Whether the schedule may need fewer.
     """
 
@@ -54,9 +64,11 @@ class RankCost:
         layers: Layer indices of each of its stages.
         num_parameters: Elements of its stages, unsharded.
         state_bytes: Shards of weights, gradients and optimizer state.
-        gathered_bytes: The most unsharded weights at one time.
-        gradient_bytes: Unsharded gradients that wait for the last micro-batch.
-        traffic: Its collectives.
+        gathered_bytes: Unsharded weights in the backward pass: those of all its stages, whatever is
+            freed after the forward pass, because a pipeline frees them with the last micro-batch.
+            Less where a schedule ends one stage before it begins the next.
+        gradient_bytes: Unsharded gradients that wait for the last micro-batch, likewise.
+        traffic: Its collectives. Groups of one rank move nothing and are left out.
     """
 
     pp_rank: int
@@ -102,29 +114,41 @@ def estimate(
     for pp_rank in range(plan.pp):
         mine = [unit for unit in units if unit.pp_rank == pp_rank]
         stages = sorted({unit.stage for unit in mine})
+        traffic = [
+            *_data_traffic(mine, plan, degrees),
+            *_pipeline_traffic(stages, shapes, plan),
+            *_tied_traffic(pp_rank, declared, degrees),
+            *_context_traffic(stages, shapes, config, plan),
+            # Four numbers with the loss, one for the norm, float64.
+            Traffic(
+                what="loss, norm",
+                collective="all-reduce",
+                axis="world",
+                calls=2,
+                num_bytes=_all_reduced(5 * 8, degrees.world_size),
+            ),
+        ]
         costs.append(
             RankCost(
                 pp_rank=pp_rank,
                 layers=[shapes.splits[stage] for stage in stages],
                 num_parameters=sum(unit.numel for unit in mine),
                 state_bytes=_state_bytes(mine, config, degrees),
-                gathered_bytes=_gathered_bytes(mine, plan),
+                gathered_bytes=sum(u.padded for u in mine) * BYTES[plan.compute_dtype],
                 gradient_bytes=sum(u.trainable for u in mine) * BYTES[plan.reduce_dtype],
-                traffic=[
-                    *_data_traffic(mine, plan, degrees),
-                    *_pipeline_traffic(stages, shapes, plan),
-                    *_context_traffic(stages, shapes, config, plan),
-                    Traffic(
-                        what="loss and gradient norm",
-                        collective="all-reduce",
-                        axis="world",
-                        calls=2,
-                        num_bytes=40,
-                    ),
-                ],
+                traffic=[item for item in traffic if item.num_bytes],
             )
         )
     return costs
+
+
+def _sent(num_bytes: int, num_ranks: int) -> int:
+    """Return what a rank sends of a tensor of which it keeps one n-th."""
+    return num_bytes * (num_ranks - 1) // num_ranks
+
+
+def _all_reduced(num_bytes: int, num_ranks: int) -> int:
+    return 2 * num_bytes * (num_ranks - 1) // num_ranks
 
 
 def _units(declared: Sequence[ParameterDeclaration], degrees: Degrees) -> list[_Unit]:
@@ -162,51 +186,76 @@ def _state_bytes(units: Sequence[_Unit], config: RunConfig, degrees: Degrees) ->
     return (weights + (1 + states) * trained) // degrees.fsdp * BYTES["float32"]
 
 
-def _gathered_bytes(units: Sequence[_Unit], plan: Plan) -> int:
-    roots = sum(unit.padded for unit in units if unit.name == ROOT_UNIT)
-    others = sorted((unit.padded for unit in units if unit.name != ROOT_UNIT), reverse=True)
-    # The next unit is gathered while one computes.
-    held = others if plan.reshard_after_forward is False else others[:2]
-    return (roots + sum(held)) * BYTES[plan.compute_dtype]
-
-
 def _data_traffic(units: Sequence[_Unit], plan: Plan, degrees: Degrees) -> Iterator[Traffic]:
-    m = plan.num_microbatches
+    axis = " x ".join(str(a) for a in (Axis.DP_SHARD, Axis.CP) if degrees.degree(a) > 1)
+    # A stage that is evicted meanwhile is gathered again: at most once a pass and micro-batch.
+    is_evicted = plan.num_stages_per_rank > GATHERED_STAGES
     for freed in (False, True):
         chosen = [u for u in units if _is_freed(u, plan) is freed]
-        if chosen:
-            times = 2 * m if freed else 1
-            yield Traffic(
-                what="weights freed after forward" if freed else "weights",
-                collective="all-gather",
-                axis="dp_shard x cp",
-                calls=times * len(chosen),
-                num_bytes=times * sum(u.padded for u in chosen) * BYTES[plan.compute_dtype],
-                at_most=freed,
-            )
+        # A forward pass frees, a backward pass keeps: whatever their order, what is freed is
+        # gathered once more than there are micro-batches.
+        times = plan.num_microbatches + 1 if freed else 1
+        if is_evicted:
+            times = 2 * plan.num_microbatches
+        gathered = sum(u.padded for u in chosen) * BYTES[plan.compute_dtype]
+        yield Traffic(
+            what="weights, freed" if freed else "weights, kept",
+            collective="all-gather",
+            axis=axis,
+            calls=times * len(chosen),
+            num_bytes=times * _sent(gathered, degrees.fsdp),
+            at_most=is_evicted,
+        )
     trained = [u for u in units if u.trainable]
     total = sum(u.trainable for u in trained) * BYTES[plan.reduce_dtype]
     yield Traffic(
         what="gradients",
         collective="reduce-scatter",
-        axis="dp_shard x cp",
+        axis=axis,
         calls=len(trained),
-        num_bytes=total,
+        num_bytes=_sent(total, degrees.fsdp),
     )
-    if degrees.dp_replicate > 1:
-        yield Traffic(
-            what="gradients",
-            collective="all-reduce",
-            axis="dp_replicate",
-            calls=len(trained),
-            num_bytes=total // degrees.fsdp,
-        )
+    yield Traffic(
+        what="gradients",
+        collective="all-reduce",
+        axis=str(Axis.DP_REPLICATE),
+        calls=len(trained),
+        num_bytes=_all_reduced(total // degrees.fsdp, degrees.dp_replicate),
+    )
 
 
 def _is_freed(unit: _Unit, plan: Plan) -> bool:
     if plan.reshard_after_forward is None:
         return unit.name != ROOT_UNIT
     return plan.reshard_after_forward
+
+
+def _tied_traffic(
+    pp_rank: int, declared: Sequence[ParameterDeclaration], degrees: Degrees
+) -> Iterator[Traffic]:
+    """Each of two ranks sends the other its shard of the gradient of a tied parameter."""
+    rank_of = {p.name: p.pp_rank for p in declared}
+    apart = [p for p in declared if p.tied_to and rank_of[p.tied_to] != p.pp_rank and p.trainable]
+    here = [p for p in apart if pp_rank in (p.pp_rank, rank_of[str(p.tied_to)])]
+    shards = [_padded(p.shape, degrees.fsdp) // degrees.fsdp for p in here]
+    yield Traffic(
+        what="tied gradient",
+        collective="send",
+        axis=str(Axis.PP),
+        calls=len(here),
+        num_bytes=sum(shards) * BYTES["float32"],
+        at_most=any(p.shape[0] % degrees.fsdp for p in here),  # then the last shard is smaller
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Core:
+    """One call of an attention core, on one micro-batch and slice of the sequence."""
+
+    query_bytes: int
+    kv_bytes: int
+    output_bytes: int
+    num_kv_heads: int
 
 
 class _Shapes:
@@ -218,11 +267,12 @@ class _Shapes:
         assert plan.num_layers is not None
         degrees = config.mesh.degrees
         self.splits = split_layers(plan.num_layers, plan.num_stages, plan.layers_per_stage)
-        self.core_inputs: list[tuple[Tensor, ...]] = []
+        self.cores: list[_Core] = []  # of the first layer
         skeleton = meta_copy(model, getattr(torch, plan.compute_dtype))
         first = skeleton.get_submodule(f"{blueprint.layers_name}.0")
-        for name in blueprint.attention():
-            first.get_submodule(name).register_forward_pre_hook(self._watch)
+        for name, style in blueprint.attention().items():
+            watch = partial(self._watch, style)
+            first.get_submodule(name).register_forward_pre_hook(watch, with_kwargs=True)
         self.boundaries = boundary_tensors(
             skeleton,
             blueprint,
@@ -231,8 +281,19 @@ class _Shapes:
             local_seq=config.batch.seq_len // degrees.cp,
         )
 
-    def _watch(self, core: nn.Module, args: tuple[Tensor, ...]) -> None:
-        self.core_inputs.append(args)
+    def _watch(
+        self, style: ContextParallel, core: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        q, k, v = style.signature_of(core).read(args, kwargs).qkv
+        output = q.new_empty((*q.shape[:-1], v.shape[-1]))
+        self.cores.append(
+            _Core(
+                query_bytes=_num_bytes(q),
+                kv_bytes=_num_bytes(k, v),
+                output_bytes=_num_bytes(output),
+                num_kv_heads=k.shape[style.head_dim],
+            )
+        )
 
 
 def _num_bytes(*tensors: Tensor) -> int:
@@ -240,8 +301,6 @@ def _num_bytes(*tensors: Tensor) -> int:
 
 
 def _pipeline_traffic(stages: Sequence[int], shapes: _Shapes, plan: Plan) -> Iterator[Traffic]:
-    if plan.pp == 1:
-        return
     here = set(stages)
     outward = [s for s in stages if s + 1 < plan.num_stages and s + 1 not in here]
     inward = [s for s in stages if s > 0 and s - 1 not in here]
@@ -249,9 +308,9 @@ def _pipeline_traffic(stages: Sequence[int], shapes: _Shapes, plan: Plan) -> Ite
     sent += sum(_num_bytes(shapes.boundaries[s][0]) for s in inward)
     m = plan.num_microbatches
     yield Traffic(
-        what="activations and their gradients",
+        what="activations",  # and their gradients
         collective="send",
-        axis="pp",
+        axis=str(Axis.PP),
         calls=m * (len(outward) + len(inward)),
         num_bytes=m * sent,
     )
@@ -261,32 +320,26 @@ def _context_traffic(
     stages: Sequence[int], shapes: _Shapes, config: RunConfig, plan: Plan
 ) -> Iterator[Traffic]:
     cp = config.mesh.cp
-    if cp == 1:
-        return
-    calls = plan.num_microbatches * sum(len(shapes.splits[stage]) for stage in stages)
+    times = plan.num_microbatches * sum(len(shapes.splits[stage]) for stage in stages)
     inner = inner_degree(cp, config.context.ulysses_degree)
-    for q, k, v, *_ in shapes.core_inputs:
-        if inner > 1:
-            output = q.new_empty((*q.shape[:-1], v.shape[-1]))
+    outer = cp // inner
+    for core in shapes.cores:
+        # Heads of k and v are repeated until they split over the ranks that heads are split over.
+        kv_bytes = core.kv_bytes * kv_repeats(core.num_kv_heads, inner)
+        num_bytes = core.query_bytes + kv_bytes
+        yield Traffic(
+            what="q, k, v, output",
+            collective="all-to-all",
+            axis=str(Axis.CP),
+            calls=2 * times * (2 if travel_together(num_bytes) else 4),
+            num_bytes=2 * times * _sent(num_bytes + core.output_bytes, inner),
+        )
+        gathered = kv_bytes * outer
+        for what, collective in (("keys, values", "all-gather"), ("their grads", "reduce-scatter")):
             yield Traffic(
-                what="q, k, v and attention output",
-                collective="all-to-all",
-                axis="cp",
-                calls=4 * calls,
-                num_bytes=2 * calls * _num_bytes(q, k, v, output),
-            )
-        if inner < cp:
-            yield Traffic(
-                what="keys and values",
-                collective="all-gather",
-                axis="cp",
-                calls=calls,
-                num_bytes=calls * _num_bytes(k, v) * (cp // inner),
-            )
-            yield Traffic(
-                what="their gradients",
-                collective="reduce-scatter",
-                axis="cp",
-                calls=calls,
-                num_bytes=calls * _num_bytes(k, v) * (cp // inner),
+                what=what,
+                collective=collective,
+                axis=str(Axis.CP),
+                calls=times,
+                num_bytes=times * _sent(gathered, outer),
             )

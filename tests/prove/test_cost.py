@@ -1,0 +1,335 @@
+"""What ``paralign check`` says a step costs, against what steps on ranks send and hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining.stage import _PipelineStageBase
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from paralign.batch import LocalBatch
+from paralign.config.run import RunConfig
+from paralign.declaration import declare
+from paralign.mesh import FOLDS, MESH_AXES, build_mesh, fold
+from paralign.parallel.data import Precision
+from paralign.parallelize import resolve_plan
+from paralign.program import Program
+from paralign.prove.build import build_data, build_optimizer, build_pieces, build_plans, numerics
+from paralign.prove.cost import RankCost, estimate
+from paralign.prove.parallel import build_program
+from paralign.testing import run_on_ranks
+from tests import parity
+from tests.parity import make_config
+
+Counts = dict[tuple[str, str], tuple[int, int]]  # (collective, axis) -> calls, bytes sent
+
+KINDS = {
+    "_allgather_base_": "all-gather",
+    "_reduce_scatter_base_": "reduce-scatter",
+    "allreduce_": "all-reduce",
+    "alltoall_base_": "all-to-all",
+    "send": "send",
+}
+SILENT = {"recv_", "barrier", "monitored_barrier_"}
+
+
+class Counter(TorchDispatchMode):
+    """Counts what this rank sends, at torch's dispatcher, which every collective passes."""
+
+    def __init__(self, axes: Mapping[tuple[int, ...], str]) -> None:
+        super().__init__()
+        self.axes = axes
+        self.counts: Counts = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(kind is DTensor for kind in types):
+            return NotImplemented
+        if func.namespace == "c10d":
+            self.count(func.__name__.split(".")[0], args)
+        return func(*args, **(kwargs or {}))
+
+    def count(self, name: str, args: Any) -> None:
+        if name in SILENT:
+            return
+        ranks = next(ranks_of(args))
+        degree = len(ranks)
+        sizes = [sum(x.numel() * x.element_size() for x in tensors(arg)) for arg in args]
+        # The largest tensor is the whole one: gathered, about to be scattered, or reduced.
+        share = {"all-gather": 1, "reduce-scatter": 1, "all-reduce": 2}.get(KINDS[name])
+        sent = max(sizes) if share is None else share * max(sizes) * (degree - 1) // degree
+        key = KINDS[name], self.axes.get(ranks, str(ranks))
+        calls, total = self.counts.get(key, (0, 0))
+        self.counts[key] = (calls + 1, total + sent)
+
+
+def tensors(value: Any) -> Iterator[Tensor]:
+    return (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))
+
+
+def ranks_of(args: Any) -> Iterator[tuple[int, ...]]:
+    for leaf in tree_leaves(args):
+        if isinstance(leaf, torch.ScriptObject):
+            try:
+                group = dist.ProcessGroup.unbox(leaf)
+            except RuntimeError:
+                continue  # the kind of reduction
+            yield tuple(dist.get_process_group_ranks(group))
+
+
+def axes_of(mesh: DeviceMesh) -> dict[tuple[int, ...], str]:
+    """Return ranks of a group -> what ``check`` calls it."""
+    views = {"fsdp": "dp_shard x cp", "loss": "world"}
+    groups = {str(axis): mesh[str(axis)] for axis in MESH_AXES}
+    groups |= {views[str(view)]: fold(mesh, view) for view in FOLDS}
+    names: dict[tuple[int, ...], str] = {}
+    for name, group in groups.items():
+        names.setdefault(tuple(dist.get_process_group_ranks(group.get_group())), name)
+    names[tuple(range(mesh.size()))] = "world"
+    return names
+
+
+def measure(configs: list[RunConfig]) -> list[dict[str, Any]]:
+    """Return what this rank sends and holds in a step, the second of each config."""
+    mesh = build_mesh(configs[0].mesh.degrees)
+    seen = []
+    for config in configs:
+        program = build_program(config, numerics("float32", config), mesh=mesh)
+        optimizer = build_optimizer(config.optimizer, program.parameters())
+        batch = program.shard(build_data(config).global_batch(0))
+        program.step(batch)
+        with Counter(axes_of(mesh)) as counter:
+            program.step(batch)
+            program.clip_grad_norm_(1.0)
+        weights, grads = most_unsharded(program, batch)
+        optimizer.step()
+        seen.append(
+            {
+                "counts": counter.counts,
+                "weights": weights,
+                "grads": grads,
+                "state": state_bytes(program, optimizer),
+                "parameters": sum(p.numel() for p in program.parameters()),
+            }
+        )
+    return seen
+
+
+def most_unsharded(program: Program, batch: LocalBatch) -> tuple[int, int]:
+    """Return the most bytes of unsharded weights and gradients of a step at one time."""
+    units = [m for stage in program.modules for m in stage.modules() if isinstance(m, FSDPModule)]
+    groups = [group for unit in units for group in unit._get_fsdp_state()._fsdp_param_groups]
+    parameters = {id(p): p for group in groups for p in group.fsdp_params}
+    weights, grads = [0], [0]
+    real = _PipelineStageBase.perform_reduce_grad
+
+    def look(stage: Any, factor: int) -> Any:
+        held = [x for p in parameters.values() for x in p.all_gather_outputs]
+        weights.append(sum(x.untyped_storage().nbytes() for x in held))
+        unsharded = [getattr(p, "_unsharded_param", None) for p in parameters.values()]
+        waiting = [x.grad for x in unsharded if x is not None and x.grad is not None]
+        waiting += [
+            p.unsharded_accumulated_grad
+            for p in parameters.values()
+            if p.unsharded_accumulated_grad is not None
+        ]
+        grads.append(sum(g.numel() * g.element_size() for g in waiting))
+        return real(stage, factor)
+
+    _PipelineStageBase.perform_reduce_grad = look
+    try:
+        program.step(batch)
+    finally:
+        _PipelineStageBase.perform_reduce_grad = real
+    return max(weights), max(grads)
+
+
+def state_bytes(program: Program, optimizer: torch.optim.Optimizer) -> int:
+    held = []
+    for parameter in program.parameters():
+        held += [parameter, parameter.grad]
+        held += [v for v in optimizer.state[parameter].values() if v is not None and v.dim()]
+    local = [parity._local(tensor) for tensor in held if tensor is not None]
+    return sum(tensor.numel() * tensor.element_size() for tensor in local)
+
+
+def costs_of(config: RunConfig) -> list[RankCost]:
+    model, blueprint = build_pieces(config, torch.float32)
+    pipeline, fsdp, _ = build_plans(config)
+    degrees = config.mesh.degrees
+    precision = Precision(compute=torch.float32, reduce=torch.float32)
+    plan = resolve_plan(
+        model, degrees, blueprint, pipeline=pipeline, fsdp=fsdp, precision=precision
+    )
+    declared = declare(model, blueprint, degrees=degrees, plan=plan, fsdp=fsdp)
+    return estimate(model, blueprint, config=config, plan=plan, declared=declared)
+
+
+def counts_of(cost: RankCost) -> Counts:
+    counts: Counts = {}
+    for item in cost.traffic:
+        calls, total = counts.get((item.collective, item.axis), (0, 0))
+        counts[item.collective, item.axis] = (calls + item.calls, total + item.num_bytes)
+    return counts
+
+
+LLAMA = {**parity.BASE["model"], "num_heads": 8}
+TIED = {**parity.BASE["model"], "tie_embeddings": True}
+SMALL = {"global_batch": 8, "seq_len": 16}
+
+
+def pipe(schedule: str, m: int, **rest: Any) -> dict[str, Any]:
+    return {"schedule": schedule, "num_microbatches": m, **rest}
+
+
+# Mesh -> configs that one world of ranks runs.
+CASES: dict[str, list[dict[str, Any]]] = {
+    "pp dp_shard cp": [
+        {"pipeline": pipe("GPipe", 4)},
+        {"pipeline": pipe("1F1B", 4), "fsdp": {"reshard_after_forward": True}},
+        {"pipeline": pipe("Interleaved1F1B", 4), "fsdp": {"wrap": "first_block"}},
+        {"pipeline": pipe("ZBVZeroBubble", 4), "model": TIED},
+        {"pipeline": pipe("1F1B", 2), "model": TIED, "fsdp": {"reshard_after_forward": False}},
+        {
+            "pipeline": pipe("GPipe", 1),
+            "fsdp": {"wrap": [["embedding", "layers.0"]]},
+            "context": {"ulysses_degree": 1, "load_balance": True},
+        },
+        {"pipeline": pipe("GPipe", 2), "model": parity.PANGU},
+    ],
+    "pp dp_replicate": [{"pipeline": pipe("GPipe", 2)}],
+    "cp": [  # two key/value heads for four ranks: repeated
+        {"pipeline": pipe("GPipe", 2), "model": LLAMA},
+        {"pipeline": pipe("GPipe", 1), "model": LLAMA, "context": {"ulysses_degree": 2}},
+    ],
+    "one rank": [{"pipeline": pipe("GPipe", 2)}],
+}
+MESHES = {
+    "pp dp_shard cp": {"pp": 2, "dp_shard": 2, "cp": 2},
+    "pp dp_replicate": {"pp": 2, "dp_replicate": 2},
+    "cp": {"cp": 4},
+    "one rank": {},
+}
+
+
+def by_pp_rank(config: RunConfig, outcomes: list[Any]) -> list[list[Any]]:
+    degrees = config.mesh.degrees
+    groups: list[list[Any]] = [[] for _ in range(degrees.pp)]
+    for rank, outcome in enumerate(outcomes):
+        groups[degrees.coordinates(rank)["pp"]].append(outcome)
+    return groups
+
+
+def named(counts: Counts, config: RunConfig) -> Counts:
+    """Rename a measured axis as ``check`` calls it, where groups have the same ranks."""
+    degrees = config.mesh.degrees
+    renamed: Counts = {}
+    for (kind, axis), (calls, sent) in counts.items():
+        if degrees.fsdp == degrees.world_size and axis == "world" and kind != "all-reduce":
+            axis = "cp"
+        if axis.startswith("("):
+            axis = "cp"  # one of the two parts of a hybrid
+        if sent:  # a group of one rank moves nothing
+            old = renamed.get((kind, axis), (0, 0))
+            renamed[kind, axis] = (old[0] + calls, old[1] + sent)
+    return renamed
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("mesh", CASES)
+def test_a_step_sends_and_holds_what_check_says(mesh):
+    configs = [make_config(mesh=MESHES[mesh], batch=SMALL, **case) for case in CASES[mesh]]
+    world = configs[0].mesh.degrees.world_size
+    outcomes = run_on_ranks(measure, world, configs, timeout=120)
+    for number, config in enumerate(configs):
+        groups = by_pp_rank(config, [outcome[number] for outcome in outcomes])
+        for cost, ranks in zip(costs_of(config), groups, strict=True):
+            what = (CASES[mesh][number], cost.pp_rank)
+            for seen in ranks:
+                assert named(seen["counts"], config) == counts_of(cost), what
+                assert (seen["weights"], seen["grads"]) == (
+                    cost.gathered_bytes,
+                    cost.gradient_bytes,
+                ), what
+                assert seen["state"] == cost.state_bytes, what
+                assert seen["parameters"] == cost.num_parameters, what
+
+
+AT_MOST = [
+    {"pipeline": pipe("Interleaved1F1B", 2, stages_per_rank=4)},
+    {"pipeline": pipe("LoopedBFS", 2), "fsdp": {"reshard_after_forward": True}},
+]
+
+
+@pytest.mark.ranks
+def test_what_depends_on_the_order_of_stages_is_an_upper_bound():
+    model = {**parity.BASE["model"], "num_layers": 8}
+    mesh = {"pp": 2, "dp_shard": 2}
+    configs = [make_config(mesh=mesh, batch=SMALL, model=model, **case) for case in AT_MOST]
+    outcomes = run_on_ranks(measure, 4, configs, timeout=120)
+    less = set()
+    for number, config in enumerate(configs):
+        groups = by_pp_rank(config, [outcome[number] for outcome in outcomes])
+        for cost, ranks in zip(costs_of(config), groups, strict=True):
+            flagged = {(t.collective, t.axis) for t in cost.traffic if t.at_most}
+            expected = counts_of(cost)
+            for seen in ranks:
+                counts = named(seen["counts"], config)
+                assert counts.keys() == expected.keys()
+                for key, (calls, sent) in counts.items():
+                    if key in flagged:
+                        assert calls <= expected[key][0] and sent <= expected[key][1]
+                        less |= {"gathers"} if calls < expected[key][0] else set()
+                    else:
+                        assert (calls, sent) == expected[key]
+                assert seen["weights"] <= cost.gathered_bytes
+                assert seen["grads"] <= cost.gradient_bytes
+                less |= {"memory"} if seen["weights"] < cost.gathered_bytes else set()
+    assert less == {"gathers", "memory"}  # else they could be exact
+
+
+def test_memory_of_each_optimizer():
+    def state(**optimizer: Any) -> float:
+        config = make_config(mesh={}, optimizer={"lr": 1.0, **optimizer})
+        (cost,) = costs_of(config)
+        return cost.state_bytes / (4 * cost.num_parameters)
+
+    assert state(name="adamw") == 4  # weights, gradients, two moments
+    assert state(name="sgd") == 2
+    assert state(name="sgd", momentum=0.9) == 3
+
+
+def test_large_tensors_do_not_travel_together():
+    def exchanges(seq_len: int) -> int:
+        config = make_config(
+            mesh={"cp": 2},
+            pipeline=pipe("GPipe", 1),
+            batch={"global_batch": 4, "seq_len": seq_len},
+        )
+        (cost,) = costs_of(config)
+        return counts_of(cost)["all-to-all", "cp"][0]
+
+    # Four layers, forward and backward: q, k and v in one call, or in three; and the output.
+    assert exchanges(64) == 4 * 2 * 2
+    assert exchanges(4096) == 4 * 2 * 4
+
+
+def test_shards_are_rounded_up_to_the_largest():
+    config = make_config(
+        model={**parity.BASE["model"], "vocab_size": 257, "tie_embeddings": True},
+        mesh={"pp": 2, "dp_shard": 2},
+    )
+    cost = costs_of(config)[0]
+    width = 32
+    # 257 rows make shards of 129 rows: one row more than the table has.
+    assert cost.gathered_bytes == 4 * (cost.num_parameters + width)
+    (tied,) = [item for item in cost.traffic if item.what == "tied gradient"]
+    assert (tied.calls, tied.num_bytes, tied.at_most) == (1, 4 * 129 * width, True)
