@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import pytest
 import torch
@@ -187,9 +188,8 @@ def test_what_is_no_tensor_of_whole_numbers_is_refused(name):
     assert problem_of({**batch, name: batch[name].float()}) == (
         f"{name} has dtype torch.float32. Pass whole numbers, such as torch.int64."
     )
-    assert problem_of({**batch, name: batch[name].tolist()}) == (
-        f"{name} is a list. Pass a tensor of whole numbers."
-    )
+    listed: Any = {**batch, name: batch[name].tolist()}
+    assert problem_of(listed) == (f"{name} is a list. Pass a tensor of whole numbers.")
 
 
 def test_every_problem_of_a_batch_is_said_at_once():

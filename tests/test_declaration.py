@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -146,7 +147,8 @@ def observe(configs: list[RunConfig]) -> list[dict[str, Any]]:
         alone = own_share(program, batch)
         program.step(batch)
         parameters = {}
-        for name, p in program.named_parameters():
+        named: list[tuple[str, Any]] = list(program.named_parameters())
+        for name, p in named:
             parameters[name] = {
                 "placements": dict(
                     zip(p.device_mesh.mesh_dim_names, map(str, p.placements), strict=True)
@@ -179,11 +181,8 @@ def own_share(program: Program, batch: LocalBatch) -> dict[str, torch.Tensor]:
                     found[names[id(fsdp_param.sharded_param)]] = grad.clone()
         return real(stage, factor)
 
-    _PipelineStageBase.perform_reduce_grad = look
-    try:
+    with mock.patch.object(_PipelineStageBase, "perform_reduce_grad", look):
         program.step(batch)
-    finally:
-        _PipelineStageBase.perform_reduce_grad = real
     for parameter in program.parameters():
         parameter.grad = None
     return found

@@ -100,7 +100,9 @@ DEGREES = Degrees(dp_replicate=2, dp_shard=2, cp=2)
 
 def describe_mesh():
     mesh = build_mesh(DEGREES)
-    coordinate = dict(zip((str(a) for a in MESH_AXES), mesh.get_coordinate(), strict=True))
+    place = mesh.get_coordinate()
+    assert place is not None
+    coordinate = dict(zip(map(str, MESH_AXES), place, strict=True))
     groups = {
         str(view): dist.get_process_group_ranks(fold(mesh, view).get_group()) for view in FOLDS
     }

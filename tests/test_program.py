@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -92,7 +93,7 @@ def worst(expected: Grads, outcomes: list[Sums]) -> float:
             totals[name][0] += difference
             totals[name][1] += norm
     assert all(norm > 0 for _, norm in totals.values()), "a gradient was compared nowhere"
-    return max((d / n) ** 0.5 for d, n in totals.values())
+    return max(math.sqrt(d / n) for d, n in totals.values())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -351,8 +352,8 @@ def test_clipping_is_torchs_own_on_one_device(tied):
 
 def describe_state(config: RunConfig, whole: Grads) -> dict[str, Any]:
     program = build_program(config, numerics("float64", config))
-    state = program.state_dict()
-    names = dict(program.named_parameters())
+    state: dict[str, Any] = dict(program.state_dict())
+    names: dict[str, Any] = dict(program.named_parameters())
     wrong = [
         name
         for name, value in state.items()

@@ -25,6 +25,7 @@ from paralign.commands.compare import compare
 from paralign.commands.init import init
 from paralign.commands.terminal import forget_stdout, print_error
 from paralign.errors import ConfigError, ParalignError, RankError
+from paralign.launch import patient_threads
 
 _UNFORESEEN = 3
 _INTERRUPTED = 130
@@ -68,6 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: Arguments without the program's name; None takes them from the process.
     """
+    os.environ.update(patient_threads())  # before any command imports torch
     arguments = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     try:
         status = _run(arguments)

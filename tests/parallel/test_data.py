@@ -116,12 +116,14 @@ def gradients_on_a_mesh(degrees: Degrees, reshard: bool | None) -> dict[str, Any
             counter.reset()
             model.zero_grad()
             model(rows_of(mesh.get_rank())).square().sum().backward()
-            for name, parameter in model.named_parameters():
-                whole = expected.get_parameter(name).grad
+            parameters: list[tuple[str, Any]] = list(model.named_parameters())
+            for name, parameter in parameters:
+                whole: Any = expected.get_parameter(name).grad
                 errors.append(float((parameter.grad.full_tensor() - whole).norm() / whole.norm()))
         seen[f"error {number}"] = max(errors)
         seen[f"counts {number}"] = dict(counter.counts)
-        seen["mesh"] = (parameter.device_mesh.mesh_dim_names, tuple(parameter.device_mesh.shape))
+        held = parameter.device_mesh
+        seen["mesh"] = (held.mesh_dim_names, tuple(held.shape))
         # What is inside a unit that is no unit itself is left as it was.
         seen[f"units {number}"] = sorted(
             name for name, module in model.named_modules() if isinstance(module, FSDPModule)

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from paralign.mesh import build_mesh
 from paralign.parallel.pipeline import Pipeline
+from paralign.parallel.stage import Stage
 from paralign.prove.build import build_data, numerics
 from paralign.prove.parallel import build_program
 from paralign.testing import run_on_ranks
@@ -29,7 +30,7 @@ def test_only_the_schedule_may_be_given_by_place():
         schedule="GPipe", num_microbatches=1, stages_per_rank=None, layers_per_stage=None
     )
     with pytest.raises(TypeError):
-        Pipeline("GPipe", 4)  # type: ignore[misc]
+        Pipeline("GPipe", 4)  # type: ignore[call-arg]
 
 
 def run_all(schedules: list[str]) -> list[dict[str, Any]]:
@@ -72,7 +73,8 @@ def run_all(schedules: list[str]) -> list[dict[str, Any]]:
 
 
 def watch(stage: nn.Module, calls: dict[str, list[tuple[int, ...]]], graded: list[bool]) -> None:
-    name = stage.layer_names[0]  # type: ignore[operator, index]
+    assert isinstance(stage, Stage)
+    name = stage.layer_names[0]
 
     def before(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
         calls.setdefault(name, []).append(tuple(args[0].shape))

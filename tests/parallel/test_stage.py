@@ -127,16 +127,13 @@ class Loose(nn.Module):
         self.trunk.last.scale = nn.Parameter(torch.ones(2))
 
 
-class LooseBlueprint(OwnBlueprint):
-    prologue_names = ("start",)
-    layers_name = "trunk.blocks"
-    epilogue_names = ("trunk.last.scale",)
-
-
 def test_single_parameters_and_deep_names_are_taken_over():
+    blueprint: Blueprint = OwnBlueprint()
+    blueprint.prologue_names = ("start",)
+    blueprint.layers_name = "trunk.blocks"
+    blueprint.epilogue_names = ("trunk.last.scale",)
     first, last = (
-        Stage(Loose(), LooseBlueprint(), layers=[at], is_first=at == 0, is_last=at == 1)
-        for at in range(2)
+        Stage(Loose(), blueprint, layers=[at], is_first=at == 0, is_last=at == 1) for at in range(2)
     )
     assert [n for n, _ in first.named_parameters()] == [
         "start",

@@ -2,12 +2,12 @@ from __future__ import annotations
 
 import math
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
-import paralign.parallelize
 from paralign.config.run import RunConfig
 from paralign.mesh import Degrees, build_mesh
 from paralign.parallel.stages import SCHEDULES, default_stages_per_rank, rank_of_stage
@@ -279,10 +279,13 @@ def test_the_suggested_numbers_are_the_nearest_legal_ones(name):
 
 def without_rules(fn, *args):
     """Run ``fn`` as if the support table allowed everything."""
-    paralign.parallelize.problems = lambda plan: []
-    paralign.parallelize.resolve_reshard = lambda plan: plan.reshard_after_forward
-    Program._check_reductions = lambda self: None  # it would notice a gradient that is None
-    return fn(*args)
+    with (
+        mock.patch("paralign.parallelize.problems", lambda plan: []),
+        mock.patch("paralign.parallelize.resolve_reshard", lambda p: p.reshard_after_forward),
+        # It would notice a gradient that is None.
+        mock.patch.object(Program, "_check_reductions", lambda program: None),
+    ):
+        return fn(*args)
 
 
 def zero_bubble(name: str, reshard: bool | None) -> RunConfig:

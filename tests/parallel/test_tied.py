@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from paralign.errors import ConfigError, LayoutError
 from paralign.mesh import Degrees, build_mesh
@@ -151,23 +152,37 @@ def with_grad(value: float) -> nn.Parameter:
     return made
 
 
+def place(pair: TiedPair, mine: nn.Parameter, mesh: DeviceMesh) -> None:
+    """Sum a pair of which each of two ranks has one copy."""
+    if mesh.get_rank() == 0:
+        sum_pair(pair, mine, None, mesh)
+    else:
+        sum_pair(pair, None, mine, mesh)
+
+
+def grad_of(parameter: nn.Parameter) -> list[float]:
+    assert parameter.grad is not None
+    values: list[float] = parameter.grad.tolist()
+    return values
+
+
 def summed() -> dict[str, list[float]]:
     mesh = build_mesh(Degrees(pp=2))
     rank = mesh.get_rank()
     # On two ranks: each has one copy.
     mine = with_grad(1.0 if rank == 0 else 10.0)
-    sum_pair(PAIR, *((mine, None) if rank == 0 else (None, mine)), mesh)
+    place(PAIR, mine, mesh)
     # On one rank, as with a V: the other has none.
     pair = TiedPair(canonical="a", alias="b", stages=(0, 3), ranks=(0, 0))
-    copies = [with_grad(2.0), with_grad(20.0)] if rank == 0 else [None, None]
-    sum_pair(pair, *copies, mesh)
+    copies = (with_grad(2.0), with_grad(20.0)) if rank == 0 else (None, None)
+    sum_pair(pair, copies[0], copies[1], mesh)
     # Frozen: nobody has a gradient, nothing is sent.
     frozen = nn.Parameter(torch.zeros(3))
-    sum_pair(PAIR, *((frozen, None) if rank == 0 else (None, frozen)), mesh)
+    place(PAIR, frozen, mesh)
     assert frozen.grad is None
     return {
-        "two": mine.grad.tolist(),
-        "one": [float(c.grad[0]) for c in copies if c is not None],
+        "two": grad_of(mine),
+        "one": [grad_of(copy)[0] for copy in copies if copy is not None],
     }
 
 

@@ -9,6 +9,7 @@ import pytest
 from rich.console import Console
 
 from paralign.config.load import load_config
+from paralign.config.model_choice import build_model
 from paralign.config.run import RunConfig
 from paralign.errors import ConfigError, LayoutError
 from paralign.prove.check import describe_plan
@@ -187,16 +188,12 @@ def test_what_the_model_does_not_allow_is_refused(sections, error, message):
 
 
 def test_a_blueprint_that_does_not_fit_is_refused(monkeypatch):
-    import paralign.prove.check as check
-
-    real = check.build_model
-
     def build(choice: Any) -> Any:
-        model, blueprint = real(choice)
+        model, blueprint = build_model(choice)
         blueprint.epilogue_names = ("norm",)
         return model, blueprint
 
-    monkeypatch.setattr(check, "build_model", build)
+    monkeypatch.setattr("paralign.prove.check.build_model", build)
     with pytest.raises(ConfigError) as caught:
         describe_plan(make_config(model=LLAMA))
     assert str(caught.value) == (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -144,11 +145,8 @@ def most_unsharded(program: Program, batch: LocalBatch) -> tuple[int, int]:
         grads.append(sum(g.numel() * g.element_size() for g in waiting))
         return real(stage, factor)
 
-    _PipelineStageBase.perform_reduce_grad = look
-    try:
+    with mock.patch.object(_PipelineStageBase, "perform_reduce_grad", look):
         program.step(batch)
-    finally:
-        _PipelineStageBase.perform_reduce_grad = real
     return max(weights), max(grads)
 
 

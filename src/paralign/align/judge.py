@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from paralign.align.budget import EPS, Budget, Yardstick
-from paralign.align.measure import Measured, are_bitwise_equal, measure
+from paralign.align.measure import Measured, are_bitwise_equal, measure, relative_distance
 from paralign.align.pair import UPDATE, Moment, Quantity, Side
 from paralign.align.trace import Kind
 from paralign.align.verdict import EXACT, ORDINARY, ZERO_IN_THEORY, TensorRow
@@ -117,7 +117,7 @@ class Judge:
                 continue
             own = None
             if self._truth is not None:
-                own = measure(reference, base).total.relative
+                own = relative_distance(reference, base)
             yield _Pair(name, side, reference, base, measure(side, base), own)
 
     def _all_names(self, moment: Moment) -> list[str]:

@@ -126,6 +126,17 @@ def measure(side: Quantity, base: Quantity, *, factor: float = 1.0) -> Measured:
     return result
 
 
+def relative_distance(side: Quantity, base: Quantity) -> float:
+    """Return how far ``side`` is from ``base``, relatively; of replicas one is read."""
+    total = Distance()
+    for pieces in side.replicas.values():
+        for box in _parts(pieces[0]):
+            r = base.fetch(box)
+            total.error = math.hypot(total.error, _norm(pieces[0].read(box) - r))
+            total.base = math.hypot(total.base, _norm(r))
+    return total.relative
+
+
 def are_bitwise_equal(side: Quantity, base: Quantity) -> bool:
     """Whether every piece of ``side`` has exactly the values of ``base``, in the narrower dtype."""
     dtypes = {getattr(torch, q.pieces[0].terms[0][1].dtype) for q in (side, base)}

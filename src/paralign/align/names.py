@@ -29,14 +29,25 @@ class NamedParameter:
     owner: nn.Module
     owner_name: str
 
-    def owner_info(self) -> dict[str, Any]:
-        """Say which module owns the parameter and where its class is defined."""
-        kind = type(self.owner)
-        try:
-            file, line = inspect.getsourcefile(kind), inspect.getsourcelines(kind)[1]
-        except (OSError, TypeError):  # defined in a notebook or in C
-            file, line = None, None
-        return {"module": self.owner_name, "class": kind.__name__, "file": file, "line": line}
+
+def describe_owners(parameters: Sequence[NamedParameter]) -> dict[str, dict[str, Any]]:
+    """Say which module owns each parameter and where its class is defined."""
+    places = {kind: _place_of(kind) for kind in {type(named.owner) for named in parameters}}
+    return {
+        named.name: {
+            "module": named.owner_name,
+            "class": type(named.owner).__name__,
+            **places[type(named.owner)],
+        }
+        for named in parameters
+    }
+
+
+def _place_of(kind: type) -> dict[str, Any]:
+    try:
+        return {"file": inspect.getsourcefile(kind), "line": inspect.getsourcelines(kind)[1]}
+    except (OSError, TypeError):  # defined in a notebook or in C
+        return {"file": None, "line": None}
 
 
 def named_parameters(

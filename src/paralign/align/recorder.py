@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from paralign.align.names import NamedParameter, NameRule, named_parameters
+from paralign.align.names import NamedParameter, NameRule, describe_owners, named_parameters
 from paralign.align.placements import RankAxes, is_dtensor, local_of
 from paralign.align.states import describe_optimizer, parameter_state
 from paralign.align.trace import Facts, Kind, RankIndex, ScalarEntry, TensorEntry
@@ -98,7 +98,7 @@ class Recorder:
             raise TraceError(f"{self.directory}: this recorder was started before; make a new one.")
         index = RankIndex(self._rank, self._world_size, self._begin_folder())
         index.stages = self._stages
-        index.modules = {named.name: named.owner_info() for named in self._parameters}
+        index.modules = describe_owners(self._parameters)
         self._writer = TraceWriter(self.directory, index)
         self._watch.start()
         self._step_is_next()

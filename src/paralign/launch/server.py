@@ -39,7 +39,7 @@ def start_fork_server(*modules: str) -> None:
     if missing:
         raise ConfigError.from_problems("cannot preload modules for the ranks", missing)
     forkserver.set_forkserver_preload([PRELOAD, *modules])
-    with _import_path_in_environment(), _interrupts_blocked():
+    with _server_environment(), _interrupts_blocked():
         forkserver.ensure_running()
 
 
@@ -68,18 +68,32 @@ def _interrupts_blocked() -> Iterator[None]:
 
 
 @contextmanager
-def _import_path_in_environment() -> Iterator[None]:
+def _server_environment() -> Iterator[None]:
     # A fork server gets this process's sys.path but does not use it for its own imports, so a
     # paralign found by sys.path alone would not be preloaded.
-    saved = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
+    path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
+    wanted = {"PYTHONPATH": path, **patient_threads()}
+    saved = {name: os.environ.get(name) for name in wanted}
+    os.environ.update(wanted)
     try:
         yield
     finally:
-        if saved is None:
-            del os.environ["PYTHONPATH"]
-        else:
-            os.environ["PYTHONPATH"] = saved
+        for name, value in saved.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def patient_threads() -> dict[str, str]:
+    """Return the environment in which compute threads sleep while they have nothing to do.
+
+    By default they spin: on a machine with more ranks than cores, a rank's waiting threads then
+        take
+    the time of those that work, and a run takes up to twenty times as long. Takes effect only where
+    it is set before torch is imported; what the user has set stays.
+    """
+    return {"OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE")}
 
 
 @contextmanager

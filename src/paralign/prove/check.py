@@ -149,7 +149,7 @@ def _traffic(costs: Sequence[RankCost]) -> RenderableType:
 
 
 def _traffic_cells(cost: RankCost) -> list[tuple[str, ...]]:
-    cells = []
+    cells: list[tuple[str, ...]] = []
     for item in cost.traffic:
         most = "<= " if item.at_most else ""
         numbers = (f"{most}{item.calls}", f"{most}{_bytes(item.num_bytes)}")
