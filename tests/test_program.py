@@ -8,15 +8,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from paralign.config.run import RunConfig
 from paralign.errors import AlignError, DataError
 from paralign.loss import count_valid_tokens
 from paralign.mesh import build_mesh
+from paralign.models.rotary import rotary_tables
 from paralign.parallelize import parallelize
 from paralign.program import Program
 from paralign.prove.build import (
@@ -248,25 +251,39 @@ def test_a_parameter_that_is_declared_unused_may_have_no_gradient():
     assert seen == [[], [], ["layers.2.extra"], ["layers.2.extra"]]
 
 
-def count_two_reductions(config: RunConfig) -> str:
+def wrong_reductions(config: RunConfig) -> list[str]:
+    """Reduce a unit twice, and after a sound step none at all."""
     program = build_program(config, numerics("float64", config))
-    real = program._runtime.step
+    batch = program.shard(BATCHES[0])
+    real = _PipelineStageBase.perform_reduce_grad
 
-    def twice(*args: Any, **kwargs: Any) -> Any:
-        result = real(*args, **kwargs)
-        program._counter.counts["stage 0: layers.0"] += 1
-        return result
+    def twice(stage: Any, factor: int) -> None:
+        real(stage, factor)
+        unit = stage.submod.get_submodule("layers.0")
+        rotary = rotary_tables(torch.arange(2)[None], head_dim=8, theta=1e4)
+        unit(torch.ones(1, 2, 32).double(), rotary).sum().backward()
 
-    program._runtime.step = twice  # type: ignore[method-assign]
-    return message_of(lambda: program.step(program.shard(BATCHES[0])))
+    program.step(batch)
+    with mock.patch.object(_PipelineStageBase, "perform_reduce_grad", twice):
+        more = message_of(lambda: program.step(batch))
+    with mock.patch.object(_PipelineStageBase, "perform_reduce_grad", lambda stage, factor: None):
+        none = message_of(lambda: program.step(batch))
+    return [more, none]
 
 
 @pytest.mark.ranks
-def test_a_second_reduction_is_an_error_that_names_the_unit():
-    (message,) = run_on_ranks(count_two_reductions, 1, config_of(mesh={}))
-    assert message == (
+def test_reductions_that_are_not_one_are_an_error_that_names_the_unit():
+    config = config_of(mesh={}, fsdp={"wrap": "first_block"})
+    ((more, none),) = run_on_ranks(wrong_reductions, 1, config)
+    assert more == (
         "AlignError: [rank 0] gradients are not final:\n"
         "  - unit 'stage 0: layers.0' reduced its gradients 2 times in one step instead of once"
+    )
+    # Every parameter has a gradient, but it is that of the steps before.
+    assert none == (
+        "AlignError: [rank 0] gradients are not final:\n"
+        "  - unit 'stage 0: layers.0' reduced its gradients 0 times in one step instead of once\n"
+        "  - unit 'stage 0: root' reduced its gradients 0 times in one step instead of once"
     )
 
 

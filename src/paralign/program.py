@@ -197,19 +197,26 @@ class Program:
 
     def _check_reductions(self) -> None:
         """Two cheap checks that every step makes: no communication, no tensor is read."""
+        trained = {
+            name: parameter.grad is not None
+            for name, parameter in self._parameters.items()
+            if parameter.requires_grad
+            and not any(fnmatchcase(name, pattern) for pattern in self._unused)
+        }
         problems = [
-            f"unit {unit or 'root'!r} reduced its gradients {count} times in one step instead of "
-            "once"
-            for unit, count in self._counter.counts.items()
-            if count > 1
+            f"{name} is trainable and got no gradient. Freeze it, or list it in the blueprint's "
+            "unused_parameters"
+            for name, has_gradient in trained.items()
+            if not has_gradient
         ]
-        for name, parameter in self._parameters.items():
-            if not parameter.requires_grad or parameter.grad is not None:
-                continue
-            if not any(fnmatchcase(name, pattern) for pattern in self._unused):
+        for unit, count in self._counter.counts.items():
+            # A gradient may be what an earlier step left, so that there is one proves nothing.
+            is_due = any(trained.get(name) for name in self._counter.parameters[unit])
+            if count > 1 or (is_due and count == 0):
+                shown = f"{unit}root" if unit.endswith(": ") else unit
                 problems.append(
-                    f"{name} is trainable and got no gradient. Freeze it, or list it in the "
-                    "blueprint's unused_parameters"
+                    f"unit {shown!r} reduced its gradients {count} times in one step instead of "
+                    "once"
                 )
         if problems:
             title = (

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.fsdp import fully_shard
 
 import paralign.batch
 import paralign.parallel.data
@@ -22,8 +23,9 @@ from paralign.parallel.context import ContextParallel
 from paralign.parallel.pipeline import PipelineRuntime
 from paralign.parallel.stage import Stage
 from paralign.program import Program
-from paralign.prove.build import numerics
+from paralign.prove.build import build_pieces, numerics
 from paralign.prove.parallel import run_parallel
+from paralign.prove.steps import Run
 
 DP_SIZE = 2
 
@@ -60,7 +62,7 @@ def whole_sequences() -> None:
 
 def layers_remapped_by_rank_over_dp_size() -> None:
     """Name this rank's layers by an offset that mixes up pipeline and data ranks."""
-    record = paralign.prove.parallel.Run
+    record = Run
 
     def renamed(**fields: Any) -> Any:
         shift = dist.get_rank() // DP_SIZE - (dist.get_rank() // 4) * 2
@@ -105,7 +107,7 @@ def labels_shifted_after_the_split() -> None:
 
 def head_without_one_micro_batch() -> None:
     """Leave the first micro-batch out of the gradient of the head."""
-    calls = []
+    calls: list[None] = []
 
     def epilogue(self: DecoderBlueprint, pieces: Any, x: Tensor, context: Any) -> Tensor:
         if not x.is_meta:  # shapes are found on the meta device
@@ -119,7 +121,7 @@ def head_without_one_micro_batch() -> None:
 
 def ends_outside_every_unit() -> None:
     """Leave embedding, norm and head out of FSDP, so that nothing reduces their gradients."""
-    shard = paralign.parallel.data.fully_shard
+    shard = fully_shard
 
     def without_ends(modules: Any, **settings: Any) -> Any:
         if isinstance(modules, Stage):
@@ -128,7 +130,7 @@ def ends_outside_every_unit() -> None:
             settings["ignored_params"] = kept
         return shard(modules, **settings)
 
-    build = paralign.prove.parallel.build_pieces
+    build = build_pieces
 
     def build_real(config: RunConfig, dtype: torch.dtype) -> Any:
         model, blueprint = build(config, dtype)

@@ -127,8 +127,11 @@ class Case:
 def meshes() -> list[tuple[int, int, int, int]]:
     """Return every factorisation of eight ranks."""
     sizes = (1, 2, 4, 8)
-    found = itertools.product(sizes, repeat=4)
-    return [m for m in found if m[0] * m[1] * m[2] * m[3] == WORLD_SIZE]
+    return [
+        (pp, dp_replicate, dp_shard, cp)
+        for pp, dp_replicate, dp_shard, cp in itertools.product(sizes, repeat=4)
+        if pp * dp_replicate * dp_shard * cp == WORLD_SIZE
+    ]
 
 
 def legal_cases() -> Iterator[Case]:

@@ -53,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         missing = [c for c in cases if c.mesh == mesh and c.id not in known]
         for start in range(0, len(missing), CASES_PER_WORLD):
             for result in run(missing[start : start + CASES_PER_WORLD]):
-                known[result["id"]] = result
+                known[str(result["id"])] = result
                 if options.results is not None:
                     with options.results.open("a") as file:
                         file.write(json.dumps(result) + "\n")

@@ -122,6 +122,7 @@ def gradients_on_a_mesh(degrees: Degrees, reshard: bool | None) -> dict[str, Any
                 errors.append(float((parameter.grad.full_tensor() - whole).norm() / whole.norm()))
         seen[f"error {number}"] = max(errors)
         seen[f"counts {number}"] = dict(counter.counts)
+        seen[f"parameters {number}"] = counter.parameters
         held = parameter.device_mesh
         seen["mesh"] = (held.mesh_dim_names, tuple(held.shape))
         # What is inside a unit that is no unit itself is left as it was.
@@ -150,6 +151,14 @@ def test_gradients_are_sums_over_every_rank_reduced_once(degrees, mesh, reshard)
         assert seen["counts 0"] == {"stage 7: ": 1}
         assert seen["counts 1"] == {"stage 7: ": 1, "stage 7: inner.0": 1, "stage 7: inner.1": 1}
         assert seen["counts 2"] == {"stage 7: ": 1, "stage 7: inner.0+inner.1": 1}
+        inner = ["inner.0.weight", "inner.1.weight", "inner.1.bias"]
+        assert seen["parameters 0"] == {"stage 7: ": ["scale", *inner]}
+        assert seen["parameters 1"] == {
+            "stage 7: ": ["scale"],
+            "stage 7: inner.0": inner[:1],
+            "stage 7: inner.1": inner[1:],
+        }
+        assert seen["parameters 2"] == {"stage 7: ": ["scale"], "stage 7: inner.0+inner.1": inner}
         assert seen["units 0"] == [""]
         assert seen["units 1"] == seen["units 2"] == ["", "inner.0", "inner.1"]
 

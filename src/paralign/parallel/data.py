@@ -54,14 +54,21 @@ class Precision:
 
 
 class ReductionCounter:
-    """Counts the gradient reductions of every unit in one step."""
+    """Counts the gradient reductions of every unit in one step.
+
+    Attributes:
+        counts: Unit -> reductions in this step.
+        parameters: Unit -> global names of its parameters.
+    """
 
     def __init__(self) -> None:
         self.counts: dict[str, int] = {}
+        self.parameters: dict[str, list[str]] = {}
 
-    def watch(self, unit: str, module: FSDPModule) -> None:
+    def watch(self, unit: str, module: FSDPModule, parameters: Sequence[str]) -> None:
         """Count the reductions of ``module`` under the name ``unit``."""
         self.counts[unit] = 0
+        self.parameters[unit] = list(parameters)
 
         def count(_: torch.Tensor) -> None:
             self.counts[unit] += 1
@@ -163,7 +170,9 @@ def apply_fsdp(
     shard_mesh = fsdp_mesh(mesh)
     policy = MixedPrecisionPolicy(param_dtype=precision.compute, reduce_dtype=precision.reduce)
 
-    def shard(modules: list[nn.Module], name: str) -> None:
+    rest = [name for name, _ in stage.named_parameters()]
+
+    def shard(modules: list[nn.Module], name: str, owned: Sequence[str]) -> None:
         fully_shard(
             modules if len(modules) > 1 else modules[0],
             mesh=shard_mesh,
@@ -176,9 +185,11 @@ def apply_fsdp(
         # reduction with a factor inside, which gloo lacks.
         owner.set_force_sum_reduction_for_comms(True)
         owner.set_gradient_divide_factor(1.0)
-        counter.watch(f"{label}{name}", owner)
+        counter.watch(f"{label}{name}", owner, owned)
 
     for unit in units:
-        shard([stage.get_submodule(name) for name in unit], "+".join(unit))
-    shard([stage], ROOT_UNIT)
+        owned = [p for p in rest if any(p.startswith(f"{name}.") for name in unit)]
+        rest = [p for p in rest if p not in owned]
+        shard([stage.get_submodule(name) for name in unit], "+".join(unit), owned)
+    shard([stage], ROOT_UNIT, rest)
     return stage
