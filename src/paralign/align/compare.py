@@ -190,8 +190,7 @@ class _Comparison:
         )
         listed = [row for row in rows if row.budget_eps is None]
         if self._budget.yardstick is Yardstick.UNCALIBRATED:
-            text += "; the budget is an uncalibrated table: give the fp64 run as truth for a "
-            "measured one"
+            text += "; the budget is an uncalibrated table, until the fp64 run is given as truth"
         if listed:
             text += f"; {len(listed)} listed, not gated"
         return text

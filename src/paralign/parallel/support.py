@@ -112,8 +112,7 @@ def _micro_batches(plan: Plan) -> Iterator[Rule]:
         yield _refuse(
             "micro-batches",
             f"num_microbatches={m} is too few for {kind.name} over axis 'pp' ({pp} ranks): it "
-            "needs "
-            f"at least {rule} = {least}.",
+            f"needs at least {rule} = {least}.",
             f"Use num_microbatches={least}, or schedule GPipe.",
         )
     rounds = max(1, m // pp)
@@ -123,8 +122,7 @@ def _micro_batches(plan: Plan) -> Iterator[Rule]:
         yield _refuse(
             "micro-batches",
             f"num_microbatches={m} does not divide into {rounds} equal rounds, which {kind.name} "
-            "needs "
-            f"over axis 'pp' ({pp} ranks, {m} // {pp} = {rounds} rounds).",
+            f"needs over axis 'pp' ({pp} ranks, {m} // {pp} = {rounds} rounds).",
             f"Use num_microbatches={below} or {above}.",
         )
 
@@ -155,9 +153,8 @@ def _layers(plan: Plan, num_layers: int) -> Iterator[Rule]:
         yield _refuse(
             "layers",
             f"num_layers={num_layers} is fewer than the {stages} stages of {plan.kind.name} over "
-            "axis "
-            f"'pp' ({plan.pp} ranks, {plan.num_stages_per_rank} stages each): every stage needs a "
-            "layer.",
+            f"axis 'pp' ({plan.pp} ranks, {plan.num_stages_per_rank} stages each): every stage "
+            "needs a layer.",
             f"Use at least {stages} layers, or fewer stages.",
         )
     if listed is None:
@@ -166,16 +163,14 @@ def _layers(plan: Plan, num_layers: int) -> Iterator[Rule]:
         yield _refuse(
             "layers",
             f"layers_per_stage={list(listed)} has {len(listed)} entries for {stages} stages (axis "
-            "'pp' "
-            f"has {plan.pp} ranks, {plan.num_stages_per_rank} stages each).",
+            f"'pp' has {plan.pp} ranks, {plan.num_stages_per_rank} stages each).",
             f"List {stages} numbers.",
         )
     elif sum(listed) != num_layers or min(listed) < 1:
         yield _refuse(
             "layers",
             f"layers_per_stage={list(listed)} sums to {sum(listed)}, and the model has "
-            f"{num_layers} "
-            "layers; every entry must be at least 1.",
+            f"{num_layers} layers; every entry must be at least 1.",
             f"List numbers of at least 1 that sum to {num_layers}.",
         )
 
@@ -195,8 +190,8 @@ def _zero_bubble(plan: Plan) -> Iterator[Rule]:
         return
     reason = (
         f"{kind.name} splits the backward pass, and units that are freed between forward and "
-        "backward "
-        "then get wrong gradients or none: the hooks that would gather them again never fire."
+        "backward then get wrong gradients or none: the hooks that would gather them again never "
+        "fire."
     )
     if plan.reshard_after_forward:
         yield _refuse(

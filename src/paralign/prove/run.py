@@ -200,7 +200,6 @@ def _shared_folder(trace: str | Path | None, world: World, stack: ExitStack) -> 
         blind = [str(rank) for rank, seen in enumerate(sees) if not seen]
         raise ConfigError(
             f"trace={str(folder)!r} on rank 0 is not a folder that ranks {', '.join(blind)} can "
-            "see. Give "
-            "--trace a folder on a file system that all machines share."
+            "see. Give --trace a folder on a file system that all machines share."
         )
     return folder
