@@ -117,8 +117,8 @@ class Program:
 
         Comm:
             What the pipeline, the units and the attention cores do (see ``parallel/``), then one
-            all-reduce of four numbers over the world. With a tied pair on two stages, one exchange
-            of its shard between them.
+            all-reduce of five numbers over the world. With a tied pair on two stages, one exchange
+            of its shard between them. The first batch of a shape: one all-gather of the shape.
 
         Args:
             batch: What :meth:`shard` returned.
@@ -144,6 +144,8 @@ class Program:
                 f"num_tokens={num_tokens} must be at least 1: token losses are divided by it. Pass "
                 "the sum of num_global_tokens over the batches whose gradients are added."
             )
+        if not self._runtime.knows(batch.tensors["tokens"].shape):
+            self._check_shapes(batch)
         copies = [self._copies(pair) for pair in self._pairs]
         tied = [parameter for pair in copies for parameter in pair if parameter is not None]
         self._counter.reset()
@@ -156,8 +158,7 @@ class Program:
         for pair, (canonical, alias) in zip(self._pairs, copies, strict=True):
             sum_pair(pair, canonical, alias, self._mesh)
         give_back(earlier)
-        self._check_reductions()
-        return self._global_loss(loss, batch)
+        return self._global_loss(loss, batch, self._reduction_problems())
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale all gradients so that their global norm is at most ``max_norm``.
@@ -195,8 +196,16 @@ class Program:
 
         return copy(pair.stages[0], pair.canonical), copy(pair.stages[1], pair.alias)
 
-    def _check_reductions(self) -> None:
-        """Two cheap checks that every step makes: no communication, no tensor is read."""
+    def _check_shapes(self, batch: LocalBatch) -> None:
+        """Compare shapes before ranks send each other tensors: unlike ones abort or hang."""
+        mine = (batch.seq_len, *batch.tensors["tokens"].shape)
+        everyone: list[tuple[int, ...]] = [()] * dist.get_world_size()
+        dist.all_gather_object(everyone, mine)
+        if len(set(everyone)) > 1:
+            self._raise_different_batches([str(shape) for shape in everyone])
+
+    def _reduction_problems(self) -> list[str]:
+        """Make two cheap checks after every step: no communication, no tensor is read."""
         trained = {
             name: parameter.grad is not None
             for name, parameter in self._parameters.items()
@@ -218,25 +227,27 @@ class Program:
                     f"unit {shown!r} reduced its gradients {count} times in one step instead of "
                     "once"
                 )
-        if problems:
-            title = (
-                f"[{self._degrees.describe_rank(self._mesh.get_rank())}] gradients are not final"
-            )
-            raise AlignError("\n  - ".join([f"{title}:", *problems]))
+        return problems
 
-    def _global_loss(self, local_loss: Tensor | None, batch: LocalBatch) -> Tensor:
+    def _global_loss(
+        self, local_loss: Tensor | None, batch: LocalBatch, problems: Sequence[str]
+    ) -> Tensor:
         fingerprint = float(batch.fingerprint)
-        shared = torch.zeros(4, dtype=torch.float64, device=self._device)
-        shared[2], shared[3] = fingerprint, fingerprint**2
+        shared = torch.zeros(5, dtype=torch.float64, device=self._device)
+        shared[2], shared[3], shared[4] = fingerprint, fingerprint**2, len(problems)
         if local_loss is not None:
             shared[0] = local_loss
             shared[1] = batch.num_local_tokens
         dist.all_reduce(shared)
-        loss, num_tokens, total, squares = shared.tolist()
+        loss, num_tokens, total, squares, num_problems = shared.tolist()
+        if num_problems:
+            self._raise_not_final(problems)
         # All fingerprints are equal if and only if their variance is zero. Both sums are exact in
         # float64; their products may need more digits than it has.
         if int(total) ** 2 != int(squares) * dist.get_world_size():
-            self._raise_different_batches(batch.fingerprint)
+            prints: list[int] = [0] * dist.get_world_size()
+            dist.all_gather_object(prints, batch.fingerprint)
+            self._raise_different_batches([str(one) for one in prints])
         if num_tokens != batch.num_global_tokens:
             raise DataError(
                 f"the ranks hold {int(num_tokens)} valid tokens of {batch.num_global_tokens} in "
@@ -244,13 +255,20 @@ class Program:
             )
         return torch.tensor(loss, dtype=torch.float64)
 
-    def _raise_different_batches(self, fingerprint: int) -> None:
-        mine = torch.tensor([fingerprint], device=self._device)
-        everyone = [torch.zeros_like(mine) for _ in range(dist.get_world_size())]
-        dist.all_gather(everyone, mine)
-        prints = [int(one) for one in everyone]
-        common = max(set(prints), key=prints.count)
-        odd = [self._degrees.describe_rank(r) for r, p in enumerate(prints) if p != common]
+    def _raise_not_final(self, problems: Sequence[str]) -> None:
+        """Raise on every rank, also where all is well, so that none waits for the others."""
+        everyone: list[Sequence[str]] = [()] * dist.get_world_size()
+        dist.all_gather_object(everyone, list(problems))
+        lines = [
+            f"  - [{self._degrees.describe_rank(rank)}] {problem}"
+            for rank, found in enumerate(everyone)
+            for problem in found
+        ]
+        raise AlignError("\n".join(["gradients are not final:", *lines]))
+
+    def _raise_different_batches(self, by_rank: Sequence[str]) -> None:
+        common = max(set(by_rank), key=by_rank.count)
+        odd = [self._degrees.describe_rank(r) for r, one in enumerate(by_rank) if one != common]
         raise DataError(
             f"the ranks were given different global batches: {'; '.join(odd)} differ from the "
             "others. Read the same global batch on every rank (one sampler seed, no rank offset); "

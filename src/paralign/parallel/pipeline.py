@@ -25,6 +25,9 @@ from paralign.parallel.stage import Stage, boundary_tensors
 from paralign.parallel.stages import split_layers
 from paralign.parallel.support import Plan
 
+# Schedules hold receive buffers; batches come in few shapes.
+_MOST_SHAPES = 8
+
 
 @dataclass(frozen=True)
 class Pipeline:
@@ -76,6 +79,10 @@ class PipelineRuntime:
         self._schedules: dict[tuple[int, int], Any] = {}  # (rows, local sequence) -> schedule
         self._normaliser = 1.0
 
+    def knows(self, shape: torch.Size) -> bool:
+        """Whether a schedule for local batches of this shape has been built."""
+        return tuple(shape) in self._schedules
+
     def step(
         self, tensors: Mapping[str, Tensor], *, seq_len: int, normaliser: float
     ) -> Tensor | None:
@@ -99,6 +106,8 @@ class PipelineRuntime:
         schedule = self._schedules.get((rows, local_seq))
         earlier: Taken = []
         if schedule is None:
+            if len(self._schedules) == _MOST_SHAPES:
+                del self._schedules[next(iter(self._schedules))]  # the oldest
             schedule = self._schedules[rows, local_seq] = self._build(rows, local_seq)
             # A schedule clears every gradient at its first step, those of earlier steps as well.
             earlier = take_gradients(

@@ -125,7 +125,7 @@ def estimate(
                 collective="all-reduce",
                 axis="world",
                 calls=2,
-                num_bytes=_all_reduced(5 * 8, degrees.world_size),
+                num_bytes=_all_reduced(6 * 8, degrees.world_size),
             ),
         ]
         costs.append(
