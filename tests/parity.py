@@ -33,6 +33,7 @@ from paralign.prove.build import (
 from paralign.prove.parallel import build_program
 from paralign.prove.reference import ReferenceStep
 from paralign.testing import run_on_ranks
+from paralign.train.data import TokenSource
 
 EPS = torch.finfo(torch.float64).eps
 # Correct runs stay under 10 eps; 100 leaves room for another summation order, not for a fault.
@@ -123,9 +124,10 @@ def measure_all(
 ) -> list[Result]:
     """Do the same for several configs of one mesh, in one world."""
     keys = [_reference_key(config) for config in configs]
-    references = {
-        key: _run_reference(config, frozen) for key, config in zip(keys, configs, strict=True)
-    }
+    references: dict[str, Reference] = {}
+    for key, config in zip(keys, configs, strict=True):
+        if key not in references:
+            references[key] = _run_reference(config, frozen)
     degrees = configs[0].mesh.degrees
     outcomes = run_on_ranks(
         _rank,
@@ -217,7 +219,8 @@ def _run_reference(config: RunConfig, frozen: Sequence[str]) -> Reference:
     freeze(model, frozen)
     step = ReferenceStep(model, blueprint, precision, num_rows=4)
     clip = partial(torch.nn.utils.clip_grad_norm_, list(model.parameters()))
-    return Reference(**_train(config, dict(model.named_parameters()), step, clip))
+    names = dict(model.named_parameters())
+    return Reference(**_train(config, names, step, clip, build_data(config)))
 
 
 def _rank(
@@ -227,14 +230,18 @@ def _rank(
 ) -> list[Outcome]:
     mesh = build_mesh(cases[0][0].mesh.degrees)
     outcomes = []
+    # Looking up a source's files takes longer than a step.
+    sources: dict[str, TokenSource] = {}
     for config, key in cases:
+        if key not in sources:
+            sources[key] = build_data(config)
         precision = numerics(config.align.dtype or "float64", config)
         program = build_program(
             config, precision, mesh=mesh, prepare=lambda model: freeze(model, frozen)
         )
         step = partial(_program_step, program)
         names = dict(program.named_parameters())
-        ran = _train(config, names, step, program.clip_grad_norm_)
+        ran = _train(config, names, step, program.clip_grad_norm_, sources[key])
         sums = _compare(program, names, ran.pop("values"), references[key])
         outcomes.append(Outcome(sums=sums, reductions=program.num_reductions, **ran))
         report_event(key)
@@ -251,9 +258,9 @@ def _train(
     names: Mapping[str, nn.Parameter],
     step: Callable[[Mapping[str, Tensor]], tuple[Tensor, int]],
     clip: Callable[[float], Tensor],
+    data: TokenSource,
 ) -> dict[str, Any]:
     optimizer = build_optimizer(config.optimizer, names.values())
-    data = build_data(config)
     before = {name: _local(parameter.detach()).clone() for name, parameter in names.items()}
     values: Values = {}
     losses, norms = [], []
