@@ -56,7 +56,10 @@ def cp_left_out_of_the_fsdp_mesh() -> None:
 
 def whole_sequences() -> None:
     """Feed each cp rank the whole sequence where its slice is due."""
-    everything = lambda seq_len, cp, balance: [torch.arange(seq_len)] * cp  # noqa: E731
+
+    def everything(seq_len: int, cp: int, load_balance: bool) -> list[Tensor]:
+        return [torch.arange(seq_len)] * cp
+
     _replace(paralign.batch, "sequence_positions", everything)
 
 
