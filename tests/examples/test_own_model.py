@@ -56,7 +56,8 @@ def formula(p: dict[str, Tensor], tokens: Tensor, num_layers: int, num_heads: in
 def test_model_matches_the_formula():
     model, tokens = filled_model(), batch()["tokens"]
     expected = formula(dict(model.named_parameters()), tokens, num_layers=4, num_heads=4)
-    torch.testing.assert_close(model(tokens), expected, rtol=1e-11, atol=1e-12)
+    error = (model(tokens) - expected).norm() / expected.norm()
+    assert error <= 100 * torch.finfo(expected.dtype).eps
 
 
 def test_model_is_of_the_style_it_claims():

@@ -104,7 +104,7 @@ class Failure:
 def _text_of(error: BaseException) -> str:
     try:
         return str(error)
-    except Exception:
+    except Exception:  # the user's own __str__ may raise anything; the failure must still be told
         return _headline(error)
 
 
