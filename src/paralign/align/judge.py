@@ -6,7 +6,8 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from paralign.align.budget import EPS, Budget, Yardstick
+from paralign.align.amplify import amplified_noise
+from paralign.align.budget import EPS, FP64_TENSOR, Budget, Yardstick
 from paralign.align.measure import Measured, are_bitwise_equal, measure, relative_distance
 from paralign.align.pair import UPDATE, Moment, Quantity, Side
 from paralign.align.trace import Kind
@@ -201,6 +202,8 @@ class Judge:
                 item = self._judge_zero(moment, pair)
             else:
                 tolerance = None if is_zero else self._tolerance(moment, pair, others)
+                if tolerance is not None and not pair.measured.total.relative <= tolerance:
+                    tolerance += self._amplified(moment, pair)
                 category = ZERO_IN_THEORY if is_zero else ORDINARY
                 row = self._row(
                     moment, pair.name, pair.measured, category, tolerance, self._budget.eps
@@ -233,6 +236,22 @@ class Judge:
             update = pair.measured.total.base
             tolerance += self._budget.update_rounding(parameter, update, stored)
         return tolerance
+
+    def _amplified(self, moment: Moment, pair: _Pair) -> float:
+        """Return what the optimizer may have made of noise within the gradients' budget.
+
+        Only looked at where it matters: it reads gradients and updates once more.
+        """
+        if moment.kind not in (UPDATE, Kind.PARAM_AFTER) or self._truth is not None:
+            return 0.0
+        update = self._reference.quantity(Moment.of(moment.step, UPDATE), pair.name)
+        steps = [step for step in self._steps if step <= moment.step]
+        grads = [self._reference.quantity(Moment.of(s, Kind.GRAD), pair.name) for s in steps]
+        present = [grad for grad in grads if grad is not None and grad.is_present]
+        if update is None or not present or any(q.problems for q in (update, *present)):
+            return 0.0
+        noise = amplified_noise(update, present, FP64_TENSOR.value * self._budget.eps)
+        return noise / pair.measured.total.base if pair.measured.total.base else 0.0
 
     def _row(
         self,

@@ -183,6 +183,12 @@ def compare_parts(x: Tensor, r: Tensor, box: Box) -> Distance:
     )
 
 
+def parts_of(quantity: Quantity) -> Iterator[Box]:
+    """Yield boxes of at most :data:`PART_ELEMENTS` elements that hold every element once."""
+    for pieces in quantity.replicas.values():
+        yield from _parts(pieces[0])
+
+
 def _parts(piece: Piece) -> Iterator[Box]:
     for box in boxes(piece.map):
         yield from box.split(PART_ELEMENTS)

@@ -7,17 +7,18 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from paralign.commands.files import check_writable
 from paralign.commands.options import (
     ConfigFile,
+    HtmlFile,
     JsonFile,
+    JunitFile,
     Overrides,
     Quiet,
     Verbose,
     check_not_both,
     parse_seconds,
 )
-from paralign.commands.report import deliver
+from paralign.commands.report import check_outputs, deliver
 from paralign.commands.terminal import progress
 from paralign.config.load import load_config
 from paralign.launch.torchrun import current_world
@@ -40,6 +41,8 @@ def align(
         ),
     ] = None,
     json: JsonFile = None,
+    junit: JunitFile = None,
+    html: HtmlFile = None,
     trace: Annotated[
         Path | None,
         typer.Option(metavar="DIR", help="Keep what both runs recorded, for `paralign compare`."),
@@ -66,12 +69,11 @@ def align(
     ]
     world = current_world()
     run = load_config(config, changes, world_size=world.world_size if world else None)
-    if json is not None:
-        check_writable("--json", json)
+    check_outputs(json=json, junit=junit, html=html)
     from paralign.prove.run import align as run_both  # imports torch: only for a sound config
 
     with progress(quiet=quiet or (world is not None and world.rank != 0)) as say:
         report: Report = run_both(run, trace=trace, timeout=seconds, progress=say)
     if world is not None and world.rank != 0:
         return report.exit_status  # one rank speaks for all; the verdict is the same on each
-    return deliver(report, json=json, quiet=quiet, verbose=verbose)
+    return deliver(report, json=json, junit=junit, html=html, quiet=quiet, verbose=verbose)

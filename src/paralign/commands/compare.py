@@ -7,9 +7,15 @@ from typing import Annotated
 
 import typer
 
-from paralign.commands.files import check_writable
-from paralign.commands.options import JsonFile, Quiet, Verbose, check_not_both
-from paralign.commands.report import deliver
+from paralign.commands.options import (
+    HtmlFile,
+    JsonFile,
+    JunitFile,
+    Quiet,
+    Verbose,
+    check_not_both,
+)
+from paralign.commands.report import check_outputs, deliver
 
 
 def compare(
@@ -24,6 +30,8 @@ def compare(
         ),
     ] = None,
     json: JsonFile = None,
+    junit: JunitFile = None,
+    html: HtmlFile = None,
     quiet: Quiet = False,
     verbose: Verbose = False,
 ) -> int:
@@ -32,9 +40,8 @@ def compare(
     Exit status: 0 aligned, 1 misaligned, 2 a trace is wrong, 4 inconclusive.
     """
     check_not_both(quiet, verbose)
-    if json is not None:
-        check_writable("--json", json)
+    check_outputs(json=json, junit=junit, html=html)
     from paralign.align.compare import compare as compare_traces  # imports torch
 
     report = compare_traces(reference, parallel, truth=truth)
-    return deliver(report, json=json, quiet=quiet, verbose=verbose)
+    return deliver(report, json=json, junit=junit, html=html, quiet=quiet, verbose=verbose)

@@ -24,6 +24,16 @@ Overrides = Annotated[
 JsonFile = Annotated[
     Path | None, typer.Option("--json", metavar="FILE", help="Write the whole report as JSON.")
 ]
+JunitFile = Annotated[
+    Path | None,
+    typer.Option("--junit", metavar="FILE", help="Write the verdict as JUnit XML, for CI."),
+]
+HtmlFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--report", metavar="FILE.html", help="Write the report as one page, to open in a browser."
+    ),
+]
 Verbose = Annotated[
     bool,
     typer.Option("--verbose", "-v", help="Say more; show the Python traceback of an error."),
