@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from paralign.align.compare import compare as compare
+    from paralign.align.inspect import InspectReport as InspectReport
+    from paralign.align.inspect import inspect as inspect
     from paralign.align.record import record as record
     from paralign.align.verdict import Report as Report
     from paralign.blueprint import Batch as Batch
@@ -48,6 +50,7 @@ _HOME = {
     "Degrees": "paralign.mesh",
     "FSDP": "paralign.parallel.data",
     "Init": "paralign.randomness",
+    "InspectReport": "paralign.align.inspect",
     "ParalignError": "paralign.errors",
     "Pipeline": "paralign.parallel.pipeline",
     "Precision": "paralign.parallel.data",
@@ -58,6 +61,7 @@ _HOME = {
     "align": "paralign.prove.run",
     "build_mesh": "paralign.mesh",
     "compare": "paralign.align.compare",
+    "inspect": "paralign.align.inspect",
     "load_config": "paralign.config.load",
     "parallelize": "paralign.parallelize",
     "record": "paralign.align.record",

@@ -23,6 +23,7 @@ from paralign.commands.align import align
 from paralign.commands.check import check
 from paralign.commands.compare import compare
 from paralign.commands.init import init
+from paralign.commands.inspect import inspect
 from paralign.commands.terminal import forget_stdout, print_error
 from paralign.errors import ConfigError, ParalignError, RankError
 from paralign.launch import patient_threads
@@ -58,7 +59,7 @@ def build_app() -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     app.callback()(_root)
-    for command in (init, check, align, compare):
+    for command in (init, check, align, compare, inspect):
         app.command()(command)
     return app
 

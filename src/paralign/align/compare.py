@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from paralign.align.budget import EPS, Budget, Yardstick
+from paralign.align.error_profile import MOST_PROFILES, error_profile
 from paralign.align.explain import explain_tensors
 from paralign.align.facts import fact_findings, fact_notes
 from paralign.align.judge import Compared, Judge
@@ -101,6 +102,7 @@ class _Comparison:
         self._judge.run()
         self._scalars.run()
         facts = fact_findings(self._reference, self._parallel)
+        self._profile_failures()
         rows = self._rows()
         coverage = self._coverage()
         findings = [*facts, *self._explain()]
@@ -118,7 +120,14 @@ class _Comparison:
             tensors=rows,
             findings=findings,
             notes=fact_notes(self._reference, self._parallel),
+            facts={"reference": _said(self._reference), "parallel": _said(self._parallel)},
         )
+
+    def _profile_failures(self) -> None:
+        """Say where in them the first failing tensors are off; what fails later follows from it."""
+        failing = [item for item in self._judge.compared if not item.row.ok]
+        for item in failing[:MOST_PROFILES]:
+            item.row.profile = error_profile(item.side, item.base, item.measured)
 
     def _rows(self) -> list[TensorRow]:
         """All rows in causal order; within a moment in the order of the model."""
@@ -247,6 +256,19 @@ def _describe(row: TensorRow) -> str:
 
 def _mesh(trace: TraceReader) -> dict[str, int]:
     return {axis: len(ranks) for axis, ranks in trace.ranks[0].axes.items()}
+
+
+def _said(trace: TraceReader) -> dict[str, Any]:
+    """Return what a run says about itself."""
+    facts = trace.facts
+    return {
+        **facts.run,
+        "world_size": facts.world_size,
+        "mesh": _mesh(trace),
+        "steps": len(facts.steps),
+        "recorded": list(facts.what),
+        "versions": dict(facts.versions),
+    }
 
 
 def _sizes(trace: TraceReader) -> dict[str, int]:

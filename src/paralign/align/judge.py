@@ -10,7 +10,7 @@ from paralign.align.amplify import amplified_noise
 from paralign.align.budget import EPS, FP64_TENSOR, Budget, Yardstick
 from paralign.align.measure import Measured, are_bitwise_equal, measure, relative_distance
 from paralign.align.pair import UPDATE, Moment, Quantity, Side
-from paralign.align.trace import Kind
+from paralign.align.trace import TOKEN_KINDS, Kind
 from paralign.align.verdict import EXACT, ORDINARY, ZERO_IN_THEORY, TensorRow
 
 # Replicas of one reference that differ by more are no reference, whatever the budget rests on.
@@ -105,7 +105,10 @@ class Judge:
         def key(moment: Moment) -> tuple[int, bool, Moment]:
             return moment.step, moment.kind == UPDATE, moment
 
-        return sorted((moment for moment in moments if moment.step in self._steps), key=key)
+        # What token maps place is compared by ``activation_judge``.
+        return sorted(
+            (m for m in moments if m.step in self._steps and m.kind not in TOKEN_KINDS), key=key
+        )
 
     def _pairs(self, moment: Moment) -> Iterator[_Pair]:
         for name in self._all_names(moment):

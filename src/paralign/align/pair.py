@@ -1,7 +1,8 @@
 """Bring together what two traces say about the same tensor, piece by piece, without assembling it.
 
 A *quantity* is a tensor of one kind at one step under one name; each side holds it in pieces.
-Pieces with the same map are replicas. Pairing here is by global names and placements.
+Pieces with the same map are replicas. Names and maps are the trace's own, or for the run under
+test those that ``pairing`` found.
 """
 
 from __future__ import annotations
@@ -9,10 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from paralign.align.lens import Lens, row_major
+from paralign.align.places import Pairing, Place
+from paralign.align.regions import apart, as_map, global_shape, held_parts
 from paralign.align.trace import Kind, TensorEntry
 from paralign.align.trace_reader import TraceReader
 from paralign.layout import Box, LocalMap, boxes, overlap_elements
@@ -51,25 +56,35 @@ class Moment:
         return f"{self.kind}{f' {self.state}' if self.state else ''} of step {self.step}"
 
 
+class Term(NamedTuple):
+    """A summand of a piece."""
+
+    weight: float
+    entry: TensorEntry
+    lens: Lens | None = None
+    """How the entry's tensor is seen; None: as it is stored."""
+
+
 @dataclass(frozen=True)
 class Piece:
     """What one rank (or, for a pending sum, one group) holds of a quantity."""
 
     rank: int
     map: LocalMap
-    terms: tuple[tuple[float, TensorEntry], ...]
+    terms: tuple[Term, ...]
     reader: TraceReader
 
     @property
-    def identity(self) -> tuple[int, LocalMap, str | None]:
+    def identity(self) -> tuple[int, LocalMap, str, str | None, Lens | None]:
         """What is the same for the same piece at another moment."""
-        return self.rank, self.map, self.terms[0][1].source
+        first = self.terms[0]
+        return self.rank, self.map, first.entry.name, first.entry.source, first.lens
 
     def read(self, box: Box) -> Tensor:
         """Return the part ``box`` in fp64."""
         total: Tensor | None = None
-        for weight, entry in self.terms:
-            part = self.reader.read(entry, box).to(torch.float64)
+        for weight, entry, lens in self.terms:
+            part = self.reader.read(entry, box, lens).to(torch.float64)
             part = part if weight == 1.0 else part * weight
             total = part if total is None else total + part
         assert total is not None, "a piece has at least one term"
@@ -101,7 +116,7 @@ class Quantity:
     @property
     def is_present(self) -> bool:
         """Whether any rank recorded a tensor (a gradient may be None everywhere)."""
-        return any(entry.file is not None for piece in self.pieces for _, entry in piece.terms)
+        return any(term.entry.file is not None for piece in self.pieces for term in piece.terms)
 
     def fetch(self, box: Box) -> Tensor:
         """Return the global tensor's part at ``box``, put together from the pieces it meets."""
@@ -121,19 +136,35 @@ class Quantity:
         return whole
 
 
-class Side:
-    """One trace, by moment and name."""
+class _Held(NamedTuple):
+    """A part of a quantity on a rank."""
 
-    def __init__(self, reader: TraceReader) -> None:
+    rank: int
+    entry: TensorEntry
+    place: Place
+
+
+class Side:
+    """One trace, by moment and name.
+
+    Args:
+        reader: The trace.
+        pairing: What its tensors are of the reference's; None: what the trace itself says.
+    """
+
+    def __init__(self, reader: TraceReader, pairing: Pairing | None = None) -> None:
         self.reader = reader
-        self._entries: dict[Moment, dict[str, list[tuple[int, TensorEntry]]]] = {}
+        self.pairing = pairing
+        self._entries: dict[Moment, dict[str, list[_Held]]] = {}
         self._first_name: dict[str, str] = {}
         self._reached: dict[tuple[int, tuple[str, ...]], list[int]] = {}
         for index in reader.ranks:
             for entry in index.tensors:
                 moment = Moment.of(entry.step, entry.kind, entry.state)
                 by_name = self._entries.setdefault(moment, {})
-                by_name.setdefault(entry.name, []).append((index.rank, entry))
+                places = None if pairing is None else pairing.places(index.rank, entry)
+                for place in own_places(entry) if places is None else places:
+                    by_name.setdefault(place.name, []).append(_Held(index.rank, entry, place))
                 for alias in entry.aliases:
                     self._first_name.setdefault(alias, entry.name)
 
@@ -160,9 +191,17 @@ class Side:
         found = by_name.get(name) or by_name.get(self._first_name.get(name, name))
         if not found:
             return None
+        shape = found[0].place.shape
+        if any(held.place.shape != shape for held in found):
+            shapes = sorted({str(list(held.place.shape)) for held in found})
+            why = f"ranks disagree on its global shape: {', '.join(shapes)}"
+            return Quantity(shape, self._pieces(found), (why,))
         pieces = self._pieces(found)
-        shape = found[0][1].shape
-        return Quantity(shape, pieces, tuple(self._problems(found, pieces, shape)))
+        overlap = overlap_elements(_parts(pieces))
+        if overlap and all(len(boxes(piece.map)) == 1 for piece in pieces):
+            pieces, overlap = _without_overlap(pieces), 0
+        problems = self._problems(found, pieces, shape, overlap)
+        return Quantity(shape, pieces, tuple(problems))
 
     def _before(self, step: int) -> Moment | None:
         """Return where the parameters before ``step`` are recorded."""
@@ -184,59 +223,59 @@ class Side:
             if partner is None:
                 problems.append(f"rank {piece.rank} holds another part after the step than before")
                 continue
-            minus = tuple((-weight, entry) for weight, entry in partner.terms)
+            minus = tuple(term._replace(weight=-term.weight) for term in partner.terms)
             pieces.append(Piece(piece.rank, piece.map, piece.terms + minus, self.reader))
         return Quantity(after.shape, tuple(pieces), tuple(dict.fromkeys(problems)))
 
-    def _pieces(self, found: Sequence[tuple[int, TensorEntry]]) -> tuple[Piece, ...]:
+    def _pieces(self, found: Sequence[_Held]) -> tuple[Piece, ...]:
         """Turn entries into pieces; those of a pending sum become one piece per group."""
         pieces: list[Piece] = []
-        groups: dict[tuple[frozenset[int], LocalMap], list[tuple[int, TensorEntry]]] = {}
-        for rank, entry in found:
-            if entry.partial_over:
-                peers = frozenset(self._peers(rank, entry.partial_over))
-                groups.setdefault((peers, entry.map), []).append((rank, entry))
+        groups: dict[tuple[frozenset[int], LocalMap], list[_Held]] = {}
+        for held in found:
+            if held.entry.partial_over:
+                peers = frozenset(self._peers(held.rank, held.entry.partial_over))
+                groups.setdefault((peers, held.place.map), []).append(held)
             else:
-                pieces.append(Piece(rank, entry.map, ((1.0, entry),), self.reader))
-        for (_, held), members in groups.items():
-            weight = 1.0 / len(members) if members[0][1].partial_op == "avg" else 1.0
-            terms = tuple((weight, entry) for _, entry in members)
-            pieces.append(Piece(members[0][0], held, terms, self.reader))
+                term = Term(1.0, held.entry, held.place.lens)
+                pieces.append(Piece(held.rank, held.place.map, (term,), self.reader))
+        for (_, held_map), members in groups.items():
+            weight = 1.0 / len(members) if members[0].entry.partial_op == "avg" else 1.0
+            terms = tuple(Term(weight, held.entry, held.place.lens) for held in members)
+            pieces.append(Piece(members[0].rank, held_map, terms, self.reader))
         return tuple(pieces)
 
     def _problems(
         self,
-        found: Sequence[tuple[int, TensorEntry]],
+        found: Sequence[_Held],
         pieces: Sequence[Piece],
         shape: tuple[int, ...],
+        overlap: int,
     ) -> Iterable[str]:
-        if any(entry.shape != shape for _, entry in found):
-            shapes = sorted({str(list(entry.shape)) for _, entry in found})
-            yield f"ranks disagree on its global shape: {', '.join(shapes)}"
-            return
-        for rank, entry in found:
-            if absent := sorted(set(self._peers(rank, entry.partial_over)) - {r for r, _ in found}):
+        ranks = {held.rank for held in found}
+        for held in found:
+            if absent := sorted(set(self._peers(held.rank, held.entry.partial_over)) - ranks):
                 yield f"summands of rank {', '.join(map(str, absent))} are missing"
         total = Box((), (), shape).numel
-        parts = [box for held in {piece.map for piece in pieces} for box in boxes(held)]
-        twice = overlap_elements(parts)
-        missing = total - sum(box.numel for box in parts) + twice
-        if twice:
-            yield f"{twice} elements are held twice, by pieces that overlap"
+        missing = total - sum(box.numel for box in _parts(pieces)) + overlap
+        if overlap:
+            yield f"{overlap} elements are held twice, by pieces that overlap"
         if missing > 0:
             yield f"{missing} of {total} elements are missing"
         yield from self._missing_replicas(found)
 
-    def _missing_replicas(self, found: Sequence[tuple[int, TensorEntry]]) -> Iterable[str]:
+    def _missing_replicas(self, found: Sequence[_Held]) -> Iterable[str]:
         holders: dict[LocalMap, set[int]] = {}
-        for rank, entry in found:
-            holders.setdefault(entry.map, set()).add(rank)
-        for rank, entry in found:
-            absent = set(self._peers(rank, entry.replicated_over)) - holders[entry.map]
+        for held in found:
+            holders.setdefault(held.place.map, set()).add(held.rank)
+        for held in found:
+            if held.place.is_found:
+                continue  # what the run says of replicas is not what its tensors are
+            absent = set(self._peers(held.rank, held.entry.replicated_over))
+            absent -= holders[held.place.map]
             if absent:
                 yield (
                     f"the replica on rank {', '.join(map(str, sorted(absent)))} is missing "
-                    f"(replicated over {', '.join(entry.replicated_over)})"
+                    f"(replicated over {', '.join(held.entry.replicated_over)})"
                 )
                 return
 
@@ -253,3 +292,34 @@ class Side:
             queue += new
         self._reached[rank, axes] = sorted(reached)
         return self._reached[rank, axes]
+
+
+def own_places(entry: TensorEntry) -> list[Place]:
+    """Return what an entry says of itself."""
+    shape = global_shape(entry)
+    return [Place(entry.name, shape, held, lens) for held, lens in held_parts(entry)]
+
+
+def _parts(pieces: Sequence[Piece]) -> list[Box]:
+    """Return every distinct part that is held, as boxes."""
+    return [box for held in {piece.map for piece in pieces} for box in boxes(held)]
+
+
+def _without_overlap(pieces: Sequence[Piece]) -> tuple[Piece, ...]:
+    """Cut pieces of one box each until any two are replicas or disjoint.
+
+    Ranks may hold the same elements in unlike portions: a whole head here, a slice of it there.
+    """
+    whole = [boxes(piece.map)[0] for piece in pieces]
+    cut: list[Piece] = []
+    for piece, parts in zip(pieces, apart(whole), strict=True):
+        for part in parts:
+            terms = tuple(
+                term._replace(lens=_lens_of(term).shifted(part.local)) for term in piece.terms
+            )
+            cut.append(Piece(piece.rank, as_map(part), terms, piece.reader))
+    return tuple(cut)
+
+
+def _lens_of(term: Term) -> Lens:
+    return term.lens or Lens(0, row_major(term.entry.held_shape))

@@ -39,8 +39,8 @@ class RankAxes:
     """This rank's place on every mesh axis seen so far: its coordinate and the ranks of its group.
 
     Args:
-        mesh: The run's mesh: a ``DeviceMesh`` with names, or axis name -> process group, or None to
-            know only the meshes that DTensors bring along.
+        mesh: The run's mesh: a ``DeviceMesh`` with names, or axis name -> process group or
+            ``(index, size)``, or None to know only the meshes that DTensors bring along.
 
     Raises:
         ConfigError: The mesh has no axis names, or this rank is not on it.
@@ -50,12 +50,50 @@ class RankAxes:
         self.coordinates: dict[str, int] = {}
         self.groups: dict[str, list[int]] = {}
         self._meshes: dict[int, tuple[Any, list[str]]] = {}
+        self._sizes: dict[str, int] = {}
         if isinstance(mesh, Mapping):
             for axis, group in mesh.items():
-                self._add_group(str(axis), group)
+                if isinstance(group, tuple | list):
+                    self._add_index(str(axis), group)
+                else:
+                    self._add_group(str(axis), group)
         elif mesh is not None:
             self._add_mesh(mesh)
-        self.run_axes = tuple(self.groups)
+        self.run_axes = tuple(dict.fromkeys([*self.groups, *self._sizes]))
+
+    @property
+    def unresolved(self) -> bool:
+        """Whether axes were given as (index, size), so that their ranks are to be found."""
+        return bool(self._sizes)
+
+    def resolve(self, coordinates: Mapping[int, Mapping[str, int]]) -> None:
+        """Find the ranks of axes given as (index, size): those that differ only along the axis.
+
+        Args:
+            coordinates: The coordinates of every rank.
+
+        Raises:
+            ConfigError: The ranks do not make up a full mesh.
+        """
+        by_place: dict[tuple[int, ...], int] = {}
+        problems = []
+        for rank, at in sorted(coordinates.items()):
+            place = tuple(at.get(axis, 0) for axis in self.run_axes)
+            if place in by_place:
+                named = ", ".join(f"{a}={i}" for a, i in zip(self.run_axes, place, strict=True))
+                problems.append(f"ranks {by_place[place]} and {rank} are both at {named}")
+            by_place[place] = rank
+        own = [self.coordinates[axis] for axis in self.run_axes]
+        for axis, size in self._sizes.items():
+            dim = self.run_axes.index(axis)
+            places = [tuple([*own[:dim], index, *own[dim + 1 :]]) for index in range(size)]
+            if absent := [index for index, place in enumerate(places) if place not in by_place]:
+                problems.append(f"mesh[{axis!r}] has size {size}, but no rank is at {absent[0]}")
+                continue
+            self.groups[axis] = [by_place[place] for place in places]
+        if problems:
+            problems.append("Give (index, size) of every axis of the run, also of dp")
+            raise ConfigError.from_problems("mesh= does not describe the ranks", problems)
 
     def place(self, tensor: Tensor) -> Placed:
         """Describe the piece of ``tensor`` that this rank holds; communicates nothing.
@@ -68,7 +106,7 @@ class RankAxes:
                 tensor.detach(),
                 tuple(tensor.shape),
                 whole(tensor.shape),
-                tuple(axis for axis in self.run_axes if axis != "pp" and self._size(axis) > 1),
+                tuple(axis for axis in self.run_axes if axis != "pp" and self.size(axis) > 1),
                 (),
                 "sum",
             )
@@ -117,20 +155,40 @@ class RankAxes:
         axes += [
             name
             for name, copied in zip(names, replicate, strict=True)
-            if copied and name not in self.run_axes and self._size(name) > 1
+            if copied and name not in self.run_axes and self.size(name) > 1
         ]
         return tuple(axes)
 
-    def _size(self, axis: str) -> int:
+    def replicas_outside(self, ranks: Sequence[int]) -> tuple[str, ...]:
+        """Axes that hold copies of a tensor split over ``ranks``; none of them is pp."""
+        split = set(ranks)
+        return tuple(
+            axis
+            for axis in self.run_axes
+            if axis != "pp" and self.size(axis) > 1 and len(split & set(self.groups[axis])) < 2
+        )
+
+    def size(self, axis: str) -> int:
+        """Number of ranks along ``axis``."""
         return len(self.groups[axis])
+
+    def _add_index(self, axis: str, given: Sequence[Any]) -> None:
+        index, size = given if len(given) == 2 else (None, None)
+        if not isinstance(index, int) or not isinstance(size, int) or not 0 <= index < size:
+            raise ConfigError(
+                f"mesh[{axis!r}]={given!r} must be (index, size) with 0 <= index < size, a process "
+                "group, or give a DeviceMesh for all axes."
+            )
+        self.coordinates[axis] = index
+        self._sizes[axis] = size
 
     def _add_group(self, axis: str, group: Any) -> None:
         import torch.distributed as dist
 
-        if isinstance(group, tuple | list | int):
+        if isinstance(group, int):
             raise ConfigError(
-                f"mesh[{axis!r}]={group!r} is not a process group. Give a DeviceMesh, or a process "
-                "group per axis."
+                f"mesh[{axis!r}]={group!r} is neither a process group nor (index, size). Give one "
+                "of them per axis, or a DeviceMesh for all."
             )
         self.groups[axis] = dist.get_process_group_ranks(group)
         self.coordinates[axis] = dist.get_rank(group)

@@ -19,11 +19,12 @@ from typing import Any
 
 from torch import nn
 
+from paralign.align.activation_log import ACTIVATIONS
 from paralign.align.names import NameRule
 from paralign.align.recorder import Recorder
 from paralign.errors import ConfigError
 
-WHAT = ("loss", "norm", "params", "grads", "optimizer")
+WHAT = ("loss", "norm", "params", "grads", "optimizer", *ACTIVATIONS)
 
 
 def record(
@@ -35,6 +36,7 @@ def record(
     steps: int = 1,
     start: int = 0,
     what: Iterable[str] = ("loss", "norm", "params", "grads"),
+    modules: str = "*",
     names: NameRule = None,
     stages: Sequence[int] | None = None,
     facts: Mapping[str, Any] | None = None,
@@ -53,7 +55,9 @@ def record(
             optimizer that holds one of the parameters.
         steps: Number of optimizer steps to record; then the recorder detaches by itself.
         start: Number of optimizer steps to let pass first.
-        what: Any of loss, norm, params, grads, optimizer.
+        what: Any of loss, norm, params, grads, optimizer; and, to find the module where two runs
+            part, inputs, outputs (of modules) and output_grads.
+        modules: Glob of the modules whose outputs are recorded.
         names: Renames parameters: old -> new, or a function.
         stages: Pipeline stages this rank holds, for the trace to say.
         facts: What is true of the run and can be written as JSON: ``global_batch``, ``seq_len``,
@@ -78,6 +82,7 @@ def record(
         stages=stages,
         facts=dict(facts or {}),
         alone=alone,
+        modules_pattern=modules,
     )
 
 

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from paralign.align.activation_log import ActivationLog
 from paralign.align.names import NamedParameter, NameRule, describe_owners, named_parameters
 from paralign.align.placements import RankAxes, is_dtensor, local_of
 from paralign.align.states import describe_optimizer, parameter_state
@@ -50,6 +51,7 @@ class Recorder:
         stages: Sequence[int] | None,
         facts: dict[str, Any],
         alone: bool,
+        modules_pattern: str = "*",
     ) -> None:
         self.directory = Path(directory)
         self._what = what
@@ -72,6 +74,14 @@ class Recorder:
             on_norm=self._norm_in_use,
             on_step_begin=self._step_begins,
             on_step_end=self._step_ends,
+        )
+        self._activations = ActivationLog(
+            modules,
+            self._parameters,
+            what=what,
+            pattern=modules_pattern,
+            axes=self._axes,
+            step=lambda: self._step if self._recording() else None,
         )
         self._writer: TraceWriter | None = None
         self._finished = False
@@ -101,8 +111,39 @@ class Recorder:
         index.modules = describe_owners(self._parameters)
         self._writer = TraceWriter(self.directory, index)
         self._watch.start()
+        self._activations.start(self._writer)
         self._step_is_next()
         return self
+
+    def inputs(
+        self,
+        tokens: Tensor,
+        labels: Tensor | None = None,
+        positions: Tensor | None = None,
+        samples: Sequence[int] | Tensor | None = None,
+    ) -> None:
+        """Say what the next micro-batch is fed, before its forward; or all of them, in order.
+
+        Needed only where the model is not given whole numbers ``[rows, positions]``, or not all of
+        these: what it is given is seen by itself.
+
+        Args:
+            tokens: This rank's rows and positions.
+            labels: Labels of the same tokens.
+            positions: Their positions, ``[rows, positions]`` or ``[positions]``.
+            samples: Number of every row's sample in the global batch.
+
+        Raises:
+            ConfigError: Shapes do not agree, or these are no whole numbers.
+        """
+        self._activations.inputs(tokens, labels, positions, samples)
+
+    def watch_modules(self, modules: Sequence[nn.Module]) -> None:
+        """Take outputs and inputs from other modules than those that hold the parameters.
+
+        For loops that compute with a copy, in another dtype; its modules have the same names.
+        """
+        self._activations.watch_modules(modules)
 
     def loss(
         self,
@@ -220,6 +261,7 @@ class Recorder:
         else:
             # Without its index the trace counts as truncated, which it is.
             self._watch.stop()
+            self._activations.stop()
             self._finished = True
 
     def _begin_folder(self) -> str:
@@ -287,6 +329,7 @@ class Recorder:
     def _end_step(self) -> None:
         writer = self._open_writer()
         if self._recording():
+            self._activations.end_step()
             writer.index.steps.append(self._step)
             if not writer.index.optimizers:
                 names = {id(named.parameter): named.name for named in self._parameters}
@@ -350,6 +393,7 @@ class Recorder:
     def _finish(self, writer: TraceWriter) -> None:
         self._finished = True
         self._watch.stop()
+        self._activations.stop()
         writer.index.coordinates = self._axes.coordinates
         writer.index.axes = self._axes.groups
         writer.finish(self._run_facts(writer.index) if self._rank == 0 else None)

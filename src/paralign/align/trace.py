@@ -12,36 +12,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from paralign.layout import LocalMap, Span
+from paralign.align.tensor_entry import DTYPE_CODES as DTYPE_CODES
+from paralign.align.tensor_entry import TOKEN_KINDS as TOKEN_KINDS
+from paralign.align.tensor_entry import Kind as Kind
+from paralign.align.tensor_entry import TensorEntry as TensorEntry
+from paralign.align.tensor_entry import text_of
 
 FORMAT = "paralign-trace"
 VERSION = 1
 FACTS = "facts.json"
-
-# Names as torch writes them without "torch.", and their safetensors codes.
-DTYPE_CODES = {
-    "float64": "F64",
-    "float32": "F32",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-    "int64": "I64",
-    "int32": "I32",
-    "int16": "I16",
-    "int8": "I8",
-    "uint8": "U8",
-    "bool": "BOOL",
-}
-
-
-class Kind:
-    """The kinds of recorded tensors, in the order in which a step makes them."""
-
-    PARAM = "param"  # before the first recorded step
-    GRAD = "grad"  # as the optimizer is about to use them, before clipping
-    MOMENT = "moment"  # one state of the optimizer after the step, named by ``state``
-    PARAM_AFTER = "param_after"  # after the optimizer has stepped
 
 
 def rank_stem(rank: int) -> str:
@@ -50,102 +29,47 @@ def rank_stem(rank: int) -> str:
 
 
 @dataclass(frozen=True)
-class TensorEntry:
-    """One rank's piece of one tensor."""
+class TokenMap:
+    """Which tokens of the global batch a rank's micro-batch holds, where the run has said so.
 
-    kind: str
-    name: str
+    Without it they are found by content, in the recorded tokens.
+    """
+
     step: int
-    dtype: str
-    shape: tuple[int, ...]
-    """Global shape."""
-    map: LocalMap
-    state: str | None = None
-    """Name of the optimizer state, for moments."""
-    aliases: tuple[str, ...] = ()
-    """Other names of the same parameter on this rank (tied)."""
-    source: str | None = None
-    """Name in the module, where it differs; tells copies of one parameter on a rank apart."""
-    trainable: bool = True
-    replicated_over: tuple[str, ...] = ()
-    partial_over: tuple[str, ...] = ()
-    partial_op: str = "sum"
-    file: str | None = None
-    """Payload file; None if there is no tensor (a gradient that is None)."""
-    key: str | None = None
+    micro_batch: int
+    samples: tuple[int, ...] | None = None
+    """Of every local row the number of its sample in the global batch; -1: padding."""
+    positions: tuple[tuple[tuple[int, int], ...], ...] | None = None
+    """Of every local row the intervals of global positions that it holds, in local order; -1:-1 +
+    length is padding. One row stands for all."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return the entry as the index stores it."""
+        """Return the map as the index stores it."""
         return {
-            "kind": self.kind,
-            "name": self.name,
             "step": self.step,
-            "state": self.state,
-            "dtype": self.dtype,
-            "shape": list(self.shape),
-            "map": [[[*span.local, *span.global_] for span in spans] for spans in self.map],
-            "aliases": list(self.aliases),
-            "source": self.source,
-            "trainable": self.trainable,
-            "replicated_over": list(self.replicated_over),
-            "partial_over": list(self.partial_over),
-            "partial_op": self.partial_op,
-            "file": self.file,
-            "key": self.key,
+            "micro_batch": self.micro_batch,
+            "samples": None if self.samples is None else list(self.samples),
+            "positions": None
+            if self.positions is None
+            else [[list(interval) for interval in row] for row in self.positions],
         }
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> TensorEntry:
-        """Read an entry and check that its map fits its shape.
+    def from_json(cls, data: Mapping[str, Any]) -> TokenMap:
+        """Read a token map.
 
         Raises:
-            KeyError, TypeError, ValueError: The data is not an entry.
+            KeyError, TypeError, ValueError: The data is not a token map.
         """
-        entry = cls(
-            kind=_text(data["kind"]),
-            name=_text(data["name"]),
+        samples, positions = data["samples"], data["positions"]
+        return cls(
             step=int(data["step"]),
-            dtype=_text(data["dtype"]),
-            shape=tuple(int(size) for size in data["shape"]),
-            map=tuple(
-                tuple(Span((int(a), int(b)), (int(c), int(d))) for a, b, c, d in spans)
-                for spans in data["map"]
-            ),
-            state=None if data["state"] is None else _text(data["state"]),
-            aliases=tuple(_text(alias) for alias in data["aliases"]),
-            source=None if data["source"] is None else _text(data["source"]),
-            trainable=bool(data["trainable"]),
-            replicated_over=tuple(_text(axis) for axis in data["replicated_over"]),
-            partial_over=tuple(_text(axis) for axis in data["partial_over"]),
-            partial_op=_text(data["partial_op"]),
-            file=None if data["file"] is None else _text(data["file"]),
-            key=None if data["key"] is None else _text(data["key"]),
+            micro_batch=int(data["micro_batch"]),
+            samples=None if samples is None else tuple(int(sample) for sample in samples),
+            positions=None
+            if positions is None
+            else tuple(tuple((int(a), int(b)) for a, b in row) for row in positions),
         )
-        entry._check()
-        return entry
-
-    def _check(self) -> None:
-        if self.dtype not in DTYPE_CODES:
-            raise ValueError(f"{self.kind} {self.name!r} has the unknown dtype {self.dtype!r}")
-        if self.partial_op not in ("sum", "avg"):
-            raise ValueError(f"{self.kind} {self.name!r} has partial_op={self.partial_op!r}")
-        if (self.file is None) != (self.key is None):
-            raise ValueError(f"{self.kind} {self.name!r} needs file and key, or neither")
-        if len(self.map) != len(self.shape):
-            raise ValueError(
-                f"{self.kind} {self.name!r} maps {len(self.map)} dims of {len(self.shape)}"
-            )
-        for dim, spans in enumerate(self.map):
-            at = 0
-            for (start, stop), (left, right) in spans:
-                if start != at or stop <= start or right - left != stop - start:
-                    raise ValueError(f"{self.kind} {self.name!r} has a broken map of dim {dim}")
-                if left < 0 or right > self.shape[dim]:
-                    raise ValueError(
-                        f"{self.kind} {self.name!r} maps dim {dim} to {left}:{right}, outside of "
-                        f"its global size {self.shape[dim]}"
-                    )
-                at = stop
 
 
 @dataclass(frozen=True)
@@ -194,7 +118,7 @@ class ScalarEntry:
             tokens=None if data["tokens"] is None else int(data["tokens"]),
             reduction=data["reduction"],
             scope=data["scope"],
-            replicated_over=tuple(_text(axis) for axis in data["replicated_over"]),
+            replicated_over=tuple(text_of(axis) for axis in data["replicated_over"]),
         )
 
 
@@ -218,6 +142,10 @@ class RankIndex:
     not_recorded: list[dict[str, str]] = field(default_factory=list)
     files: dict[str, int] = field(default_factory=dict)
     """Payload files and their sizes in bytes."""
+    token_maps: list[TokenMap] = field(default_factory=list)
+    unseen: list[dict[str, str]] = field(default_factory=list)
+    """Name and reason of module outputs that cannot be seen; unlike ``not_recorded`` it does not
+    stand against ``aligned``, because parameters' gradients show what they would."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the content of ``rankNNNNN.json``."""
@@ -237,6 +165,8 @@ class RankIndex:
             "scalars": [entry.to_json() for entry in self.scalars],
             "not_recorded": self.not_recorded,
             "files": self.files,
+            "token_maps": [tokens.to_json() for tokens in self.token_maps],
+            "unseen": self.unseen,
             "complete": True,
         }
 
@@ -252,9 +182,9 @@ class RankIndex:
         return cls(
             rank=int(data["rank"]),
             world_size=int(data["world_size"]),
-            trace_id=_text(data["trace_id"]),
-            coordinates={_text(axis): int(at) for axis, at in data["coordinates"].items()},
-            axes={_text(a): [int(rank) for rank in ranks] for a, ranks in data["axes"].items()},
+            trace_id=text_of(data["trace_id"]),
+            coordinates={text_of(axis): int(at) for axis, at in data["coordinates"].items()},
+            axes={text_of(a): [int(rank) for rank in ranks] for a, ranks in data["axes"].items()},
             stages=None if data["stages"] is None else [int(stage) for stage in data["stages"]],
             steps=[int(step) for step in data["steps"]],
             optimizers=list(data["optimizers"]),
@@ -262,10 +192,15 @@ class RankIndex:
             tensors=[TensorEntry.from_json(entry) for entry in data["tensors"]],
             scalars=[ScalarEntry.from_json(entry) for entry in data["scalars"]],
             not_recorded=[
-                {"name": _text(item["name"]), "why": _text(item["why"])}
+                {"name": text_of(item["name"]), "why": text_of(item["why"])}
                 for item in data["not_recorded"]
             ],
-            files={_text(name): int(size) for name, size in data["files"].items()},
+            files={text_of(name): int(size) for name, size in data["files"].items()},
+            token_maps=[TokenMap.from_json(item) for item in data.get("token_maps", [])],
+            unseen=[
+                {"name": text_of(item["name"]), "why": text_of(item["why"])}
+                for item in data.get("unseen", [])
+            ],
         )
 
 
@@ -305,10 +240,10 @@ class Facts:
         if data["complete"] is not True:
             raise ValueError("it is not complete")
         return cls(
-            trace_id=_text(data["trace_id"]),
+            trace_id=text_of(data["trace_id"]),
             world_size=int(data["world_size"]),
             steps=[int(step) for step in data["steps"]],
-            what=[_text(what) for what in data["what"]],
+            what=[text_of(what) for what in data["what"]],
             versions=dict(data["versions"]),
             run=dict(data["run"]),
         )
@@ -330,9 +265,3 @@ def decode_float(value: Any) -> float:
     if isinstance(value, str) and value not in ("nan", "inf", "-inf"):
         raise ValueError(f"{value!r} is not a number")
     return float(value)
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"{value!r} is not a string")
-    return value

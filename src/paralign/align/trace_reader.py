@@ -1,7 +1,7 @@
 """Read a trace folder: check that it is whole, then hand out parts of its tensors.
 
-Payloads are memory-mapped: reading a box touches that box. A folder that is truncated, mixed up or
-not a trace is a ``TraceError`` that names the file.
+Reading a box reads that box, not its file. A folder that is truncated, mixed up or not a trace is a
+``TraceError`` that names the file.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from paralign.align.lens import Lens, row_major
+from paralign.align.payload import Payload
 from paralign.align.trace import (
     DTYPE_CODES,
     FACTS,
@@ -27,7 +28,7 @@ from paralign.align.trace import (
     rank_stem,
 )
 from paralign.errors import TraceError
-from paralign.layout import Box, local_shape
+from paralign.layout import Box
 
 _MAX_OPEN_FILES = 64
 
@@ -45,7 +46,7 @@ class TraceReader:
 
     def __init__(self, directory: str | Path) -> None:
         self.directory = Path(directory)
-        self._open: OrderedDict[str, Any] = OrderedDict()
+        self._open: OrderedDict[str, Payload] = OrderedDict()
         if not self.directory.is_dir():
             raise TraceError(
                 f"{self.directory}: there is no such folder. Give the folder that pa.record wrote."
@@ -59,8 +60,13 @@ class TraceReader:
         """Number of ranks that recorded."""
         return self.facts.world_size
 
-    def read(self, entry: TensorEntry, box: Box) -> Tensor:
+    def read(self, entry: TensorEntry, box: Box, lens: Lens | None = None) -> Tensor:
         """Return the part ``box`` of a recorded piece, in the dtype it was recorded in.
+
+        Args:
+            entry: The piece.
+            box: The part; its ``local`` counts from where the piece begins, or the lens.
+            lens: How the stored tensor is seen; None: as it is.
 
         Raises:
             TraceError: The payload is damaged or does not fit its index.
@@ -69,26 +75,23 @@ class TraceReader:
             return torch.zeros(box.shape, dtype=getattr(torch, entry.dtype))
         file = self._payload(entry.file)
         try:
-            part = file.get_slice(entry.key)
-            shape, code = tuple(part.get_shape()), part.get_dtype()
-            if (shape, code) != (local_shape(entry.map), DTYPE_CODES[entry.dtype]):
+            code, shape = file.describe(entry.key)
+            if (shape, code) != (entry.held_shape, DTYPE_CODES[entry.dtype]):
                 raise TraceError(
                     f"{self.directory / entry.file}: {entry.key!r} is {code} {list(shape)}, but "
-                    f"the index says {DTYPE_CODES[entry.dtype]} {list(local_shape(entry.map))}. "
+                    f"the index says {DTYPE_CODES[entry.dtype]} {list(entry.held_shape)}. "
                     "The files are mixed up; record again."
                 )
-            tensor: Tensor
-            if shape == box.shape:
-                tensor = file.get_tensor(entry.key)
-            else:
-                tensor = part[box.local_slices]
-        except SafetensorError as error:
+            if lens is None:
+                lens = Lens(0, row_major(shape))
+            return file.read(entry.key, lens.window(box))
+        except (ValueError, OSError) as error:
             raise self._damaged(self.directory / entry.file, str(error)) from error
-        return tensor
 
     def close(self) -> None:
-        """Unmap all payloads."""
-        self._open.clear()
+        """Close all payloads."""
+        while self._open:
+            self._open.popitem()[1].close()
 
     def __enter__(self) -> TraceReader:
         return self
@@ -196,17 +199,18 @@ class TraceReader:
             )
         return data
 
-    def _payload(self, name: str) -> Any:
+    def _payload(self, name: str) -> Payload:
         if name in self._open:
             self._open.move_to_end(name)
             return self._open[name]
         path = self.directory / name
         try:
-            file = safe_open(str(path), framework="pt", device="cpu")
-            metadata = file.metadata() or {}
-        except (SafetensorError, OSError) as error:
+            file = Payload(path)
+        except (ValueError, OSError) as error:
             raise self._damaged(path, str(error)) from error
+        metadata = file.metadata
         if metadata.get("trace_id") != self.facts.trace_id or metadata.get("file") != name:
+            file.close()
             raise TraceError(
                 f"{path}: it was written as {metadata.get('file')!r} of trace "
                 f"{metadata.get('trace_id')!r}, not of {self.facts.trace_id!r}. The files are "
@@ -214,7 +218,7 @@ class TraceReader:
             )
         self._open[name] = file
         if len(self._open) > _MAX_OPEN_FILES:
-            self._open.popitem(last=False)
+            self._open.popitem(last=False)[1].close()
         return file
 
     @staticmethod

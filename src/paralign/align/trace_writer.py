@@ -10,7 +10,7 @@ import ctypes
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
@@ -53,17 +53,22 @@ class TraceWriter:
                 there is none.
         """
         name = f"{rank_stem(self.index.rank)}.{label}.safetensors"
-        payload: list[tuple[str, Tensor]] = []
+        payload: dict[str, Tensor] = {}
+        keys: dict[int, str] = {}
         for entry, tensor in tensors:
             if tensor is None:
                 self.index.tensors.append(entry)
                 continue
-            key = _free_key(entry, {used for used, _ in payload})
-            payload.append((key, tensor))
-            self.index.tensors.append(replace(entry, file=name, key=key))
+            # What several entries share (a module that returns what its last part did) is written
+            # once.
+            if id(tensor) not in keys:
+                keys[id(tensor)] = _free_key(entry, payload)
+                payload[keys[id(tensor)]] = tensor
+            self.index.tensors.append(replace(entry, file=name, key=keys[id(tensor)]))
         if payload:
             metadata = {"trace_id": self.index.trace_id, "file": name}
-            self.index.files[name] = write_payload(self.directory / name, payload, metadata)
+            size = write_payload(self.directory / name, list(payload.items()), metadata)
+            self.index.files[name] = size
 
     def scalar(self, entry: ScalarEntry) -> None:
         """Note one reported number."""
@@ -71,7 +76,8 @@ class TraceWriter:
 
     def finish(self, facts: Facts | None) -> None:
         """Write the index, which makes this rank's part complete; then, on rank 0, the facts."""
-        write_json(self.directory / f"{rank_stem(self.index.rank)}.json", self.index.to_json())
+        path = self.directory / f"{rank_stem(self.index.rank)}.json"
+        write_json(path, self.index.to_json(), indent=None)  # may have thousands of entries
         if facts is not None:
             write_json(self.directory / FACTS, facts.to_json())
 
@@ -133,10 +139,10 @@ def write_payload(
     return 8 + len(text) + at
 
 
-def write_json(path: Path, content: dict[str, Any]) -> None:
+def write_json(path: Path, content: dict[str, Any], *, indent: int | None = 1) -> None:
     """Write ``content`` so that the file is there as a whole or not at all."""
     temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(json.dumps(content, indent=1, allow_nan=False), encoding="utf-8")
+    temporary.write_text(json.dumps(content, indent=indent, allow_nan=False), encoding="utf-8")
     temporary.replace(path)
 
 
@@ -164,7 +170,14 @@ def _write_data(file: IO[bytes], tensor: Tensor) -> None:
     file.write((ctypes.c_char * size).from_address(host.data_ptr()))
 
 
-def _free_key(entry: TensorEntry, used: set[str]) -> str:
+def _free_key(entry: TensorEntry, used: Container[str]) -> str:
     """Name a tensor in its file; copies of one parameter (tied) differ by a number only."""
     key = ":".join(part for part in (entry.kind, entry.state, entry.name) if part)
-    return key if key not in used else f"{key}#{len(used)}"
+    if entry.micro_batch is not None:
+        key = f"{key}@{entry.micro_batch}"
+    number = 0
+    free = key
+    while free in used:
+        number += 1
+        free = f"{key}#{number}"
+    return free

@@ -47,6 +47,8 @@ class TensorRow:
     """Ranks whose own part is out of budget."""
     share_beyond: float = 0.0
     """Share of elements that ``allclose`` with 2e-3 would have refused."""
+    profile: dict[str, Any] | None = None
+    """Where in the tensor the error sits; of failing tensors (``error_profile.py``)."""
 
     @property
     def label(self) -> str:
@@ -82,6 +84,8 @@ class TensorRow:
             "category": self.category,
             "worst_values": None if self.worst_values is None else list(self.worst_values),
             "ranks_off": self.ranks_off,
+            "share_beyond": self.share_beyond,
+            "profile": self.profile,
         }
 
 
@@ -164,6 +168,8 @@ class Report:
     notes: list[str] = field(default_factory=list)
     """Differences that do not matter by themselves: versions, micro-batches."""
     timings: dict[str, float] = field(default_factory=dict)
+    facts: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Per side what the run said about itself: ``reference`` and ``parallel``."""
 
     @property
     def exit_status(self) -> int:
@@ -195,6 +201,7 @@ class Report:
             "findings": [finding.to_dict() for finding in self.findings],
             "notes": self.notes,
             "timings": self.timings,
+            "facts": self.facts,
         }
         plain: dict[str, Any] = _plain(content)
         return plain

@@ -26,7 +26,6 @@ SECTIONS: Mapping[str, type[Section]] = {
 
 # Keys of the documented RUN.yaml that this version cannot honour: null is fine, a value is refused.
 _LATER = {
-    "program": "checking your own parallel program is not in this version of paralign",
     "train": "training runs are not in this version of paralign",
 }
 

@@ -12,8 +12,10 @@ from functools import cached_property
 
 from paralign.config.model_choice import ModelChoice, choose_model
 from paralign.config.parse import show
+from paralign.config.references import read_signature
 from paralign.config.run import RunConfig
-from paralign.errors import DataError, MeshError, ScheduleError
+from paralign.errors import ConfigError, DataError, MeshError, ScheduleError
+from paralign.mesh import Degrees
 from paralign.models.registry import MODELS
 from paralign.parallel.context_rules import requirements
 from paralign.parallel.stages import find_schedule
@@ -95,7 +97,26 @@ def _model(facts: Facts) -> Iterator[str]:
     yield from choose_model(facts.config.model).problems
 
 
+def _program(facts: Facts) -> Iterator[str]:
+    reference = facts.config.program
+    if reference is None:
+        return
+    try:
+        signature = read_signature("program", reference)
+    except ConfigError as error:
+        yield str(error)
+        return
+    given = len(signature.required)
+    if not signature.takes_any and not given <= 3 <= len(signature.names):
+        yield (
+            f"program={reference!r} takes ({', '.join(signature.names)}), but is called with "
+            "(model, mesh, config). Write `def build(model, mesh, config):`."
+        )
+
+
 def _later_axes(facts: Facts) -> Iterator[str]:
+    if facts.config.program is not None:
+        return  # the user's own code does with them what it likes
     for axis, meaning in (("tp", "tensor parallelism"), ("ep", "expert parallelism")):
         degree = getattr(facts.config.mesh, axis)
         if degree > 1:
@@ -123,12 +144,15 @@ def _schedule(facts: Facts) -> Iterator[str]:
 
 
 def _plan(facts: Facts) -> Iterator[str]:
-    if not list(_schedule(facts)):
+    # What paralign's own parallel code can do is no limit for the user's.
+    if facts.config.program is None and not list(_schedule(facts)):
         yield from plan_problems(plan_of(facts.config, _sound_sizes(facts)))
 
 
 def _rows(facts: Facts) -> Iterator[str]:
     config = facts.config
+    if config.program is not None:
+        return
     rows, pieces = config.batch.global_batch, config.pipeline.num_microbatches
     dp = config.mesh.dp_replicate * config.mesh.dp_shard
     share = dp * pieces
@@ -145,6 +169,8 @@ def _rows(facts: Facts) -> Iterator[str]:
 
 def _sequence(facts: Facts) -> Iterator[str]:
     config, cp = facts.config, facts.config.mesh.cp
+    if config.program is not None:
+        return
     # Where the heads are unknown, only the sequence is judged: any number that divides stands in.
     model = _sound_sizes(facts)
     num_heads = model.size("num_heads") or cp
@@ -164,6 +190,8 @@ def _model_sizes(facts: Facts) -> Iterator[str]:
     config = facts.config
     if facts.model.config is not None and config.model.name is not None:
         degrees = config.mesh.model_copy(update={"tp": 1, "ep": 1}).degrees
+        if config.program is not None:
+            degrees = Degrees()
         entry = MODELS[config.model.name]
         for problem in entry.problems(facts.model.config, degrees, config.batch.seq_len):
             yield f"model: {problem.rstrip('.')}."
@@ -230,6 +258,7 @@ def _units(facts: Facts) -> Iterator[str]:
 
 RULES = (
     Rule(needs=(), check=_model),
+    Rule(needs=("program",), check=_program),
     Rule(needs=("mesh.tp", "mesh.ep"), check=_later_axes),
     Rule(needs=("mesh",), check=_world),
     Rule(needs=("pipeline.schedule",), check=_schedule),

@@ -270,6 +270,14 @@ class AlignSection(Section):
         expects="a number of at least 0",
         example="0.02",
     )
+    record: Literal["gradients", "activations"] = _key(
+        "gradients",
+        "gradients: inputs, loss, gradients and weights; activations: also what modules return and "
+        "its gradients, to find the module where two runs part",
+        expects="gradients or activations",
+        example="gradients",
+        words="gradients, activations",
+    )
 
 
 class RunConfig(Section):
@@ -285,6 +293,12 @@ class RunConfig(Section):
     precision: PrecisionSection = PrecisionSection()
     optimizer: OptimizerSection = OptimizerSection()
     align: AlignSection = AlignSection()
+    program: Annotated[str, Field(min_length=1)] | None = _key(
+        None,
+        "your own parallel code to judge: build(model, mesh, config) -> step(batch) -> loss",
+        expects="text like pkg.module:function, or null",
+        example='"my_pkg.parallel:build"',
+    )
     device: Literal["cpu", "cuda", "npu", "xpu"] = _key(
         "cpu",
         "cpu, cuda, npu or xpu",

@@ -20,6 +20,8 @@ from paralign.prove.build import (
     init_rule,
     initialise_whole,
 )
+from paralign.prove.hooks import Hooks
+from paralign.prove.own_program import run_own_program
 from paralign.prove.steps import Run, record_steps
 
 
@@ -62,20 +64,38 @@ def build_program(
 
 def run_parallel(config: RunConfig, precision: Numerics, trace: Path) -> None:
     """Train ``config.align.steps`` steps on every rank and record them into ``trace``."""
-    program = build_program(config, precision)
+    if config.program is not None:
+        run_own_program(config, precision, trace)
+        return
+    run = run_of(build_program(config, precision))
+    record_steps(config, precision, run, trace, "parallel run")
+
+
+def run_of(program: Program, hooks: Hooks | None = None) -> Run:
+    """Say how the recorded loop trains ``program``.
+
+    Args:
+        program: What is trained. Its methods are looked up when they are called, so that a fault
+            may replace them.
+        hooks: Called in between.
+    """
+    hooks = hooks or Hooks()
 
     def step(global_batch: Mapping[str, Tensor]) -> tuple[Tensor, int]:
-        batch = program.shard(global_batch)
-        return program.step(batch), batch.num_global_tokens
+        batch = hooks.change_batch(program.shard(global_batch))
+        loss = program.step(batch)
+        hooks.backward_done()
+        return loss, batch.num_global_tokens
 
-    run = Run(
+    return Run(
         modules=program.modules,
         parameters=list(program.parameters()),
         step=step,
-        clip=program.clip_grad_norm_,
+        clip=lambda largest: program.clip_grad_norm_(largest),
         num_microbatches=program.plan.num_microbatches,
         mesh=program.mesh,
         names=program.tied_aliases,
         speaks=dist.get_rank() == 0,
+        before_step=hooks.step_begins,
+        after_step=hooks.step_done,
     )
-    record_steps(config, precision, run, trace, "parallel run")

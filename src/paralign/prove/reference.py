@@ -51,7 +51,13 @@ def run_reference(
         return torch.nn.utils.clip_grad_norm_(model.parameters(), largest)
 
     run = Run(
-        modules=[model], parameters=list(model.parameters()), step=step, clip=clip, alone=alone
+        modules=[model],
+        parameters=list(model.parameters()),
+        step=step,
+        clip=clip,
+        alone=alone,
+        forward_modules=[step.working_model],
+        inputs_of=_with_positions,
     )
     record_steps(config, precision, run, trace, f"{precision.name} reference")
 
@@ -73,6 +79,11 @@ class ReferenceStep:
         self._num_rows = num_rows
         is_mixed = precision.compute != precision.master
         self._working = copy.deepcopy(model).to(precision.compute) if is_mixed else model
+
+    @property
+    def working_model(self) -> nn.Module:
+        """The model that computes: the master's copy in the compute dtype, or itself."""
+        return self._working
 
     def __call__(self, global_batch: Mapping[str, Tensor]) -> tuple[Tensor, int]:
         """Add the gradients of the global loss to ``.grad``.

@@ -71,6 +71,8 @@ def dtype_of(config: RunConfig) -> str:
 
 def check_plan(config: RunConfig, dtype: str) -> None:
     """Raise ``ScheduleError`` if the plan is refused in the dtype that is compared."""
+    if config.program is not None:
+        return  # the plan is the user's own
     reduce = "float32" if dtype == "bfloat16" else dtype
     plan = replace(plan_of(config), compute_dtype=dtype, reduce_dtype=reduce)
     if refused := problems(plan):

@@ -15,7 +15,8 @@ from paralign.config.run import RunConfig
 from paralign.launch import report_event
 from paralign.prove.build import Numerics, build_data, build_optimizer
 
-RECORDED = ("loss", "norm", "params", "grads", "optimizer")
+RECORDED = ("loss", "norm", "params", "grads", "optimizer", "inputs")
+ACTIVATIONS = ("outputs", "output_grads")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +33,11 @@ class Run:
         names: Name of a tied copy -> its canonical name.
         alone: This process runs by itself although it belongs to a process group.
         speaks: Whether this process reports progress.
+        before_step: Called with the optimizer between clipping and its step.
+        after_step: Called with the optimizer between its step and the next forward.
+        forward_modules: What computes, where that is not ``modules`` (a copy in another dtype).
+        inputs_of: Global batch -> tokens, labels and positions that go through here, in order;
+            None: the modules are given all of them.
     """
 
     modules: Sequence[nn.Module]
@@ -43,10 +49,21 @@ class Run:
     names: Mapping[str, str] = field(default_factory=dict)
     alone: bool = False
     speaks: bool = True
+    before_step: Callable[[torch.optim.Optimizer], None] | None = None
+    after_step: Callable[[torch.optim.Optimizer], None] | None = None
+    forward_modules: Sequence[nn.Module] | None = None
+    inputs_of: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] | None = None
 
 
-def record_steps(config: RunConfig, precision: Numerics, run: Run, trace: Path, label: str) -> None:
+def record_steps(
+    config: RunConfig,
+    precision: Numerics,
+    run: Run,
+    trace: Path,
+    label: str,
+) -> None:
     """Train ``config.align.steps`` steps and record them into ``trace``."""
+    what = RECORDED + (ACTIVATIONS if config.align.record == "activations" else ())
     data = build_data(config)
     optimizer = build_optimizer(config.optimizer, run.parameters)
     clip = float("inf") if config.optimizer.clip is None else config.optimizer.clip
@@ -56,23 +73,32 @@ def record_steps(config: RunConfig, precision: Numerics, run: Run, trace: Path, 
         mesh=run.mesh,
         optimizer=optimizer,
         steps=config.align.steps,
-        what=RECORDED,
+        what=what,
         names=dict(run.names),
-        facts={**_facts(config, precision), "num_microbatches": run.num_microbatches},
+        facts={**run_facts(config, precision), "num_microbatches": run.num_microbatches},
         alone=run.alone,
     ) as recorder:
+        if run.forward_modules is not None:
+            recorder.watch_modules(run.forward_modules)
         for number in range(config.align.steps):
-            loss, num_tokens = run.step(data.global_batch(number))
+            batch = data.global_batch(number)
+            if run.inputs_of is not None:
+                recorder.inputs(**run.inputs_of(batch))
+            loss, num_tokens = run.step(batch)
             recorder.loss(loss, tokens=num_tokens, reduction="mean", scope="global")
             recorder.gradients()
             recorder.norm(run.clip(clip))
+            if run.before_step is not None:
+                run.before_step(optimizer)
             optimizer.step()
             optimizer.zero_grad()
+            if run.after_step is not None:
+                run.after_step(optimizer)
             if run.speaks:
                 report_event(f"{label}: step {number + 1} of {config.align.steps}")
 
 
-def _facts(config: RunConfig, precision: Numerics) -> dict[str, Any]:
+def run_facts(config: RunConfig, precision: Numerics) -> dict[str, Any]:
     """Return what must be the same in both runs."""
     return {
         "compute_dtype": _name(precision.compute),

@@ -5,7 +5,6 @@ Names come from the user's model and may look like markup, so everything is buil
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 
 from rich import box
@@ -14,6 +13,9 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from paralign.align.report.case import place_of
+from paralign.align.report.numbers import expected_and_found, finite, short
+from paralign.align.report.place import places
 from paralign.align.verdict import (
     ALIGNED,
     INCONCLUSIVE,
@@ -44,7 +46,7 @@ def render(report: Report, *, verbose: bool = False) -> RenderableType:
     """Return the report as something rich can print."""
     parts: list[RenderableType] = [_headline(report), Text(f"{report.why}.")]
     if report.findings:
-        parts += [Text(""), *_findings(report.findings)]
+        parts += [Text(""), *render_findings(report.findings)]
     if report.coverage.skipped:
         parts += [Text(""), _skipped(report, verbose)]
     if report.tensors:
@@ -60,10 +62,10 @@ def _headline(report: Report) -> Text:
     coverage, worst = report.coverage, report.worst
     facts = []
     if report.loss is not None:
-        facts.append(f"loss {report.loss['parallel']:.6g} (rel {_number(report.loss['rel'])})")
+        facts.append(f"loss {report.loss['parallel']:.6g} (rel {short(report.loss['rel'])})")
     facts.append(f"{coverage.compared}/{coverage.parameters} parameters")
     if worst is not None:
-        facts.append(f"worst {_number(worst.eps)} eps")
+        facts.append(f"worst {short(worst.eps)} eps")
     facts.append(report.dtype + (" (uncalibrated)" if report.yardstick == "uncalibrated" else ""))
     facts.append(f"{sum(report.timings.values()):.1f} s")
     line = Text(report.verdict.upper(), style=_STYLES[report.verdict])
@@ -71,7 +73,8 @@ def _headline(report: Report) -> Text:
     return line
 
 
-def _findings(findings: Sequence[Finding]) -> Iterator[RenderableType]:
+def render_findings(findings: Sequence[Finding]) -> Iterator[RenderableType]:
+    """Yield every finding with its fix, numbered."""
     for number, finding in enumerate(findings, start=1):
         over = f" over {', '.join(finding.axes)}" if finding.axes else ""
         title = Text(f"{number}. {finding.component}: {finding.cause}{over}", style="bold")
@@ -79,17 +82,23 @@ def _findings(findings: Sequence[Finding]) -> Iterator[RenderableType]:
             title.append(f"  {finding.tensor}", style="cyan not bold")
         yield title
         lines = [finding.fix]
-        if finding.where and finding.where.get("class"):
-            lines.append(_where(finding))
+        if place := place_of(finding):
+            lines.append(place)
+        if finding.candidates:
+            lines.append(f"It may be any of: {', '.join(finding.candidates)}.")
         if finding.separate_by:
-            lines.append(f"To tell them apart: {finding.separate_by}.")
+            lines.append(f"To tell them apart: {finding.separate_by.rstrip('.')}.")
+        if changed := _evidence(finding):
+            lines.append(changed)
         yield Padding(Text("\n".join(lines)), (0, 0, 0, 3))
 
 
-def _where(finding: Finding) -> str:
-    where = finding.where or {}
-    place = f" ({where['file']}:{where['line']})" if where.get("file") else ""
-    return f"It belongs to {where.get('module') or 'the root'}, a {where['class']}{place}."
+def _evidence(finding: Finding) -> str:
+    """The proof in one line: what the error was, and what is left once the cause is taken out."""
+    before, after = (finding.evidence.get(f"eps_{when}") for when in ("before", "after"))
+    if not isinstance(before, int | float) or not isinstance(after, int | float):
+        return ""
+    return f"Taken out, {short(float(before))} eps become {short(float(after))}."
 
 
 def _skipped(report: Report, verbose: bool) -> RenderableType:
@@ -105,7 +114,7 @@ def _skipped(report: Report, verbose: bool) -> RenderableType:
 
 
 def _table(report: Report, verbose: bool) -> RenderableType:
-    ordered = sorted(report.tensors, key=lambda row: (row.ok, -row.strain, -_finite(row.eps)))
+    ordered = sorted(report.tensors, key=lambda row: (row.ok, -row.strain, -finite(row.eps)))
     shown = ordered if verbose else ordered[:_ROWS]
     table = Table(
         box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), expand=True
@@ -135,12 +144,12 @@ def _cells(row: TensorRow, *, with_worst: bool) -> list[Text]:
         name.append(" (*)", style="dim")
     if with_worst and row.worst_values is not None:
         name.append("\n" + _worst(row), style="dim not bold")
-    budget = "listed" if row.budget_eps is None else _number(row.budget_eps)
+    budget = "listed" if row.budget_eps is None else short(row.budget_eps)
     return [
         Text(row.kind, style=style),
         name,
         Text(str(row.step)),
-        Text(_number(row.eps), style=style),
+        Text(short(row.eps), style=style),
         Text(budget, style="dim"),
         Text("-" if row.cosine is None else f"{row.cosine:.4f}"),
         Text("-" if row.scale is None else f"{row.scale:.6g}"),
@@ -148,25 +157,12 @@ def _cells(row: TensorRow, *, with_worst: bool) -> list[Text]:
 
 
 def _worst(row: TensorRow) -> str:
-    base, value = row.worst_values or (math.nan, math.nan)
+    assert row.worst_values is not None, "a row without it has no such line"
     at = "" if row.worst_index is None else f"at {list(row.worst_index)}: "
-    # Enough digits to tell the two apart, if nine are enough.
-    digits = next((n for n in (4, 6) if f"{base:.{n}g}" != f"{value:.{n}g}"), 9)
-    text = f"{at}{base:.{digits}g} -> {value:.{digits}g}"
+    text = at + expected_and_found(row.worst_values)
     if row.ranks_off:
         few = ", ".join(map(str, row.ranks_off[:6]))
         text += f", rank {few}{', ...' if len(row.ranks_off) > 6 else ''}"
+    if row.profile is not None and (found := places(row.profile)):
+        text += "\n" + "; ".join(found)
     return text
-
-
-def _number(value: float) -> str:
-    """Short, and the same width for all sizes: ``3.1``, ``100``, ``4.5e+15``, ``nan``."""
-    if not math.isfinite(value):
-        return str(value)
-    if value == 0 or 0.1 <= abs(value) < 1e4:
-        return f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
-    return f"{value:.1e}"
-
-
-def _finite(value: float) -> float:
-    return value if math.isfinite(value) else math.inf

@@ -1,0 +1,138 @@
+"""Explain the gradients of a step: every hypothesis on every tensor, then one finding per cause."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from paralign.align.explain.context import Context
+from paralign.align.explain.contributions import prove_recipe
+from paralign.align.explain.factors import (
+    CONSTANT_FACTOR,
+    name_source,
+    prove_factor,
+    prove_factor_by_rank,
+)
+from paralign.align.explain.missing import prove_absent, prove_zeros
+from paralign.align.explain.placement import WRONG_LAYER, prove_misplaced, prove_permuted_rows
+from paralign.align.explain.precision import prove_precision
+from paralign.align.explain.proof import Proof, finding_of
+from paralign.align.explain.replicas import (
+    MISSING_REDUCTION,
+    WRONG_GROUP,
+    differing_replicas,
+    prove_missing_reduction,
+)
+from paralign.align.explain.single import on_one_rank, single_finding
+from paralign.align.explain.stale import prove_stale
+from paralign.align.explain.unknown import unknown_finding
+from paralign.align.judge import Compared
+from paralign.align.verdict import Finding
+
+Hypothesis = Callable[[Context, Compared], Proof | None]
+
+# Cheap and specific first. A later one is only asked where no earlier one holds.
+HYPOTHESES: tuple[Hypothesis, ...] = (
+    prove_absent,
+    prove_factor,
+    prove_missing_reduction,
+    prove_recipe,
+    prove_stale,
+    prove_factor_by_rank,
+    prove_misplaced,
+    prove_zeros,
+    prove_permuted_rows,
+    prove_precision,
+)
+
+_REDUCING = {MISSING_REDUCTION, WRONG_GROUP}
+_MISPLACED = {WRONG_LAYER: "weights"}
+
+
+def explain_gradients(context: Context, kind: str, step: int) -> list[Finding]:
+    """Explain the gradients that are out of budget at ``step``."""
+    failing = context.failing(kind, step)
+    if not failing:
+        return []
+    gated = [item for item in context.judged(kind, step) if item.row.budget_eps is not None]
+    groups, unknown = group_proofs(context, failing, HYPOTHESES)
+    if context.upstream:
+        more, unknown = group_proofs(context, unknown, (differing_replicas,))
+        groups |= more
+    findings = [
+        finding
+        for proven in _peel_axes(list(groups.values()))
+        for finding in _findings(context, proven, len(gated))
+    ]
+    if unknown and not context.upstream:
+        findings.append(unknown_finding(context, unknown, "backward", alone=not findings))
+    return findings
+
+
+def group_proofs(
+    context: Context, items: Sequence[Compared], hypotheses: Sequence[Hypothesis]
+) -> tuple[dict[tuple[object, ...], list[tuple[Compared, Proof]]], list[Compared]]:
+    """Return proven tensors by the key of their proof, and those that nothing explains."""
+    groups: dict[tuple[object, ...], list[tuple[Compared, Proof]]] = {}
+    unknown = []
+    for item in items:
+        proofs = (hypothesis(context, item) for hypothesis in hypotheses)
+        proof = next((proof for proof in proofs if proof is not None), None)
+        if proof is None:
+            unknown.append(item)
+        else:
+            groups.setdefault(proof.key, []).append((item, proof))
+    return groups, unknown
+
+
+def _findings(
+    context: Context, proven: list[tuple[Compared, Proof]], num_gated: int
+) -> list[Finding]:
+    proof = proven[0][1]
+    if proof.cause == CONSTANT_FACTOR:
+        everywhere = len(proven) == num_gated and "ranks" not in proof.detail
+        for _, each in proven:
+            name_source(context, each, everywhere=everywhere)
+    if on_one_rank(context, proven):
+        return [single_finding(context, proven, "backward")]
+    component = "reduction" if proof.cause in _REDUCING else "backward"
+    return [finding_of(proven, component, told(proven))]
+
+
+def _peel_axes(
+    groups: list[list[tuple[Compared, Proof]]],
+) -> list[list[tuple[Compared, Proof]]]:
+    """Take what many tensors lack out of what a few lack besides.
+
+    Where all gradients miss the sum over cp and those of the head miss the sum over dp as well,
+    there are two causes: one reduction over cp, and one over dp for the head.
+    """
+    missing = [group for group in groups if group[0][1].cause == MISSING_REDUCTION]
+    missing.sort(key=len, reverse=True)
+    for few in missing:
+        for many in missing:
+            wide, narrow = set(few[0][1].axes), set(many[0][1].axes)
+            if many is not few and narrow < wide and len(many) >= len(few):
+                rest = tuple(axis for axis in few[0][1].axes if axis not in narrow)
+                over, besides = " x ".join(rest), " x ".join(many[0][1].axes)
+                for _, proof in few:
+                    proof.detail["also_missing"] = sorted(narrow)
+                    proof.axes = rest
+                    proof.text = (
+                        f"Besides the sum over {besides}, these lack the one over {over}: check "
+                        f"that the unit or group that reduces them over {over} holds them."
+                    )
+                break
+    return sorted(groups, key=len, reverse=True)
+
+
+def told(proven: Sequence[tuple[Compared, Proof]]) -> str:
+    """Say in a sentence which tensors a finding is about and how far they are off."""
+    worst, proof = max(proven, key=lambda pair: pair[0].row.strain)
+    kind = worst.moment.kind
+    count = len(proven)
+    which = f"{count} {kind} tensors" if count > 1 else f"{kind} {worst.row.label}"
+    factor = proof.detail.get("factor")
+    if proof.cause in ("constant_factor", "double_reduction") and factor is not None:
+        verb = "are" if count > 1 else "is"
+        return f"{which} {verb} {factor} times the reference's, to the last digits."
+    return f"{which} off at step {worst.row.step}, worst {worst.row.label}."

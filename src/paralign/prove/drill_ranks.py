@@ -1,0 +1,86 @@
+"""What every rank of a drill does: the same run again and again, each time with one fault in it."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from paralign.config.run import RunConfig
+from paralign.launch import report_event
+from paralign.mesh import build_mesh
+from paralign.program import Program
+from paralign.prove.build import Numerics
+from paralign.prove.fault import Fault
+from paralign.prove.fault_list import all_faults
+from paralign.prove.fault_run import FaultRun
+from paralign.prove.own_program import OwnProgram, build_own_program, record_own_program
+from paralign.prove.parallel import build_program, run_of
+from paralign.prove.steps import record_steps
+
+CLEAN = "clean"
+
+
+@dataclass(frozen=True)
+class FaultDone:
+    """Told by rank 0 when every rank has recorded a run."""
+
+    name: str
+
+
+def run_faults(
+    config: RunConfig, precision: Numerics, names: list[str], file: Path | None, folder: Path
+) -> None:
+    """Record one run for each name, in one world; ``clean`` has no fault.
+
+    Args:
+        config: The run.
+        precision: Its dtypes.
+        names: Faults, in order.
+        file: The user's faults, besides those that paralign has.
+        folder: Each run's trace goes into a folder of its name.
+    """
+    known = {fault.name: fault for fault in all_faults(file)}
+    mesh = build_mesh(config.mesh.degrees, config.device)
+    for name in names:
+        _run_one(config, precision, mesh, known.get(name), folder / name)
+        # Programs hold reference cycles with hooks; their memory is due back before the next.
+        gc.collect()
+        dist.barrier()
+        if dist.get_rank() == 0:
+            report_event(FaultDone(name))
+
+
+def _run_one(
+    config: RunConfig, precision: Numerics, mesh: DeviceMesh, fault: Fault | None, trace: Path
+) -> None:
+    own = config.program is not None
+
+    def build() -> Any:
+        if own:
+            return build_own_program(config, precision, mesh=mesh)[0]
+        return build_program(config, precision, mesh=mesh)
+
+    run = FaultRun(config, mesh, build=build, parts=_own_parts if own else _parts)
+    try:
+        if fault is not None:
+            fault.breaks(run)
+        if own:
+            record_own_program(config, precision, run.program, mesh, trace, run.hooks)
+        else:
+            record_steps(config, precision, run_of(run.program, run.hooks), trace, trace.name)
+    finally:
+        run.undo()
+
+
+def _parts(program: Program) -> tuple[list[nn.Module], dict[str, nn.Parameter]]:
+    return program.modules, dict(program.named_parameters())
+
+
+def _own_parts(program: OwnProgram) -> tuple[list[nn.Module], dict[str, nn.Parameter]]:
+    return list(program.modules), program.parameters
