@@ -168,6 +168,10 @@ class RankAxes:
             if axis != "pp" and self.size(axis) > 1 and len(split & set(self.groups[axis])) < 2
         )
 
+    def names_of(self, mesh: Any) -> list[str]:
+        """Return the names that the axes of a DTensor's mesh have here."""
+        return self._add_mesh(mesh)
+
     def size(self, axis: str) -> int:
         """Number of ranks along ``axis``."""
         return len(self.groups[axis])

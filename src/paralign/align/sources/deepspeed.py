@@ -60,6 +60,4 @@ def _state(optimizers: Sequence[Any], parameter: Any) -> list[tuple[str, Any]]:
     return [item for item in found if item[1] is not None] or state_of(optimizers, parameter)
 
 
-DEEPSPEED = Reader(
-    "deepspeed", _knows, _no_cuts, _value, _gradient, _state, owns_all, gathers=True
-)
+DEEPSPEED = Reader("deepspeed", _knows, _no_cuts, _value, _gradient, _state, owns_all, gathers=True)
