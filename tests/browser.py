@@ -187,7 +187,7 @@ class Page:
         return list(self.evaluate(f"{found}.map((element) => element.textContent.trim())"))
 
     def screenshot(self, path: Path, *, whole: bool = False) -> None:
-        options = {"captureBeyondViewport": True} if whole else {}
+        options: dict[str, Any] = {"captureBeyondViewport": True} if whole else {}
         if whole:
             size = self._call("Page.getLayoutMetrics")["cssContentSize"]
             options["clip"] = {**size, "scale": 1}

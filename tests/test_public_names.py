@@ -21,6 +21,7 @@ PUBLIC = {
     "ContextParallel",
     "Degrees",
     "FSDP",
+    "Fused",
     "Init",
     "InspectReport",
     "ParalignError",
@@ -36,6 +37,7 @@ PUBLIC = {
     "compare",
     "inspect",
     "load_config",
+    "load_initial",
     "parallelize",
     "record",
 }

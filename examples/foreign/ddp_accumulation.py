@@ -106,9 +106,7 @@ def train(trace: str, *, reference: bool = False, fault: bool = False) -> None:
                 if isinstance(model, DistributedDataParallel) and not reduces:
                     stack.enter_context(model.no_sync())
                 logits = model(inputs)
-                loss_sum = F.cross_entropy(
-                    logits.flatten(0, 1), targets.flatten(), reduction="sum"
-                )
+                loss_sum = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
                 # DDP averages over dp, so what is to be a sum is multiplied by dp first.
                 (loss_sum / num_tokens * dp_degree).backward()
             rec.loss(loss_sum, tokens=int((targets != -100).sum()))  # paralign

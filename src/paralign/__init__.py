@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from paralign.align.compare import compare as compare
     from paralign.align.inspect import InspectReport as InspectReport
     from paralign.align.inspect import inspect as inspect
+    from paralign.align.fused import Fused as Fused
+    from paralign.align.initial import load_initial as load_initial
     from paralign.align.record import record as record
     from paralign.align.verdict import Report as Report
     from paralign.blueprint import Batch as Batch
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     from paralign.parallelize import Context as Context
     from paralign.parallelize import parallelize as parallelize
     from paralign.program import Program as Program
+    from paralign.prove.fault import fault as fault
     from paralign.prove.run import align as align
     from paralign.randomness import Init as Init
 
@@ -49,6 +52,7 @@ _HOME = {
     "ContextParallel": "paralign.parallel.context",
     "Degrees": "paralign.mesh",
     "FSDP": "paralign.parallel.data",
+    "Fused": "paralign.align.fused",
     "Init": "paralign.randomness",
     "InspectReport": "paralign.align.inspect",
     "ParalignError": "paralign.errors",
@@ -61,8 +65,10 @@ _HOME = {
     "align": "paralign.prove.run",
     "build_mesh": "paralign.mesh",
     "compare": "paralign.align.compare",
+    "fault": "paralign.prove.fault",
     "inspect": "paralign.align.inspect",
     "load_config": "paralign.config.load",
+    "load_initial": "paralign.align.initial",
     "parallelize": "paralign.parallelize",
     "record": "paralign.align.record",
 }

@@ -22,6 +22,7 @@ import paralign
 from paralign.commands.align import align
 from paralign.commands.check import check
 from paralign.commands.compare import compare
+from paralign.commands.drill import drill
 from paralign.commands.init import init
 from paralign.commands.inspect import inspect
 from paralign.commands.terminal import forget_stdout, print_error
@@ -59,7 +60,7 @@ def build_app() -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     app.callback()(_root)
-    for command in (init, check, align, compare, inspect):
+    for command in (init, check, align, compare, inspect, drill):
         app.command()(command)
     return app
 

@@ -171,9 +171,12 @@ def test_names_that_cannot_be_recorded(tmp_path: Path) -> None:
     [
         ({"steps": 0}, "steps=0 must be at least 1"),
         ({"start": -1}, "start=-1 must be at least 0"),
-        ({"what": ("grads", "outputs")}, "what='outputs' is not one of loss, norm, params, grads"),
+        ({"what": ("grads", "all")}, "what='all' is not one of loss, norm, params, grads"),
         ({"what": ()}, "what is empty"),
-        ({"mesh": {"tp": (0, 2)}}, r"mesh\['tp'\]=\(0, 2\) is not a process group"),
+        ({"mesh": {"tp": (0, 2)}}, "but this process belongs to no process group"),
+        ({"mesh": {"tp": (2, 2)}}, r"mesh\['tp'\]=\(2, 2\) must be \(index, size\)"),
+        ({"mesh": {"tp": 2}}, r"mesh\['tp'\]=2 is neither a process group nor \(index, size\)"),
+        ({"source": "megatron2"}, "source='megatron2' is not one of auto, torch, megatron"),
     ],
 )
 def test_wrong_arguments(tmp_path: Path, arguments: dict[str, Any], message: str) -> None:

@@ -158,7 +158,7 @@ def test_no_rank_waits_for_a_folder_that_cannot_be_used(tmp_path: Path) -> None:
     (tmp_path / "precious.txt").write_text("mine")
     messages = run_on_ranks(refuse_together, 2, str(tmp_path))
     assert "holds 'precious.txt', which is no part of a trace" in messages[0]
-    assert messages[1].endswith("rank 0 could not prepare the folder.")
+    assert messages[1] == messages[0]
 
 
 def record_alone_in_a_world(folder: str) -> bool:

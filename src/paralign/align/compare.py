@@ -7,19 +7,19 @@ budget is explained.
 
 from __future__ import annotations
 
-import math
 import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+from paralign.align.activation_judge import ActivationJudge
 from paralign.align.budget import EPS, Budget, Yardstick
 from paralign.align.error_profile import MOST_PROFILES, error_profile
-from paralign.align.explain import explain_tensors
+from paralign.align.explain import Context, explain
 from paralign.align.facts import fact_findings, fact_notes
 from paralign.align.judge import Compared, Judge
-from paralign.align.pair import Moment, Side
-from paralign.align.scalar_rows import ScalarJudge, explain_scalar
+from paralign.align.pair import Side
+from paralign.align.scalar_rows import ScalarJudge
 from paralign.align.trace import Kind
 from paralign.align.trace_reader import TraceReader
 from paralign.align.verdict import (
@@ -97,15 +97,17 @@ class _Comparison:
             self._steps,
         )
         self._scalars = ScalarJudge(reference, parallel, truth, budget, self._steps)
+        self._activations = ActivationJudge(reference, parallel, truth, budget, self._steps)
 
     def report(self) -> Report:
         self._judge.run()
         self._scalars.run()
+        self._activations.run({step: self._agrees(step) for step in self._steps})
         facts = fact_findings(self._reference, self._parallel)
         self._profile_failures()
         rows = self._rows()
         coverage = self._coverage()
-        findings = [*facts, *self._explain()]
+        findings = [*facts, *self._explain(facts)]
         verdict, why = self._decide(rows, coverage, facts)
         gated = [row for row in rows if row.budget_eps is not None and row.kind != Kind.PARAM]
         return Report(
@@ -119,19 +121,35 @@ class _Comparison:
             worst=max(gated, key=lambda row: (row.strain, row.eps), default=None),
             tensors=rows,
             findings=findings,
-            notes=fact_notes(self._reference, self._parallel),
+            notes=[*fact_notes(self._reference, self._parallel), *self._activations.notes],
             facts={"reference": _said(self._reference), "parallel": _said(self._parallel)},
         )
 
+    def _agrees(self, step: int) -> bool:
+        """Whether loss and gradients of a step were compared and are all within budget."""
+        gradients = [
+            item.row
+            for item in self._judge.compared
+            if (item.row.step, item.row.kind) == (step, Kind.GRAD)
+        ]
+        losses = [row for _, row in self._scalars.rows if (row.step, row.kind) == (step, "loss")]
+        return bool(gradients) and all(row.ok for row in [*gradients, *losses])
+
+    @property
+    def _compared(self) -> list[Compared]:
+        """Everything that was measured and is no scalar, in causal order."""
+        items = [*self._judge.compared, *self._activations.compared]
+        return sorted(items, key=lambda item: item.moment)
+
     def _profile_failures(self) -> None:
         """Say where in them the first failing tensors are off; what fails later follows from it."""
-        failing = [item for item in self._judge.compared if not item.row.ok]
+        failing = [item for item in self._compared if not item.row.ok]
         for item in failing[:MOST_PROFILES]:
             item.row.profile = error_profile(item.side, item.base, item.measured)
 
     def _rows(self) -> list[TensorRow]:
         """All rows in causal order; within a moment in the order of the model."""
-        items = [(item.moment, item.row) for item in self._judge.compared]
+        items = [(item.moment, item.row) for item in self._compared]
         items += self._scalars.rows
         return [row for _, row in sorted(items, key=lambda item: item[0])]
 
@@ -172,6 +190,8 @@ class _Comparison:
                 f"the runs start from different weights: {len(other_start)} of "
                 f"{coverage.parameters} parameters differ, first {other_start[0].name}"
             )
+        if self._activations.other_data is not None:
+            return INCONCLUSIVE, self._activations.other_data
         if self._judge.reference_problems:
             return INCONCLUSIVE, self._judge.reference_problems[0]
         if failing:
@@ -204,24 +224,18 @@ class _Comparison:
             text += f"; {len(listed)} listed, not gated"
         return text
 
-    def _explain(self) -> list[Finding]:
-        """Explain the first failing moment, scalars and tensors alike."""
-        tensors = [item for item in self._judge.compared if not item.row.ok]
-        scalars = [(moment, row) for moment, row in self._scalars.rows if not row.ok]
-        moments: list[Moment] = [item.moment for item in tensors]
-        moments += [moment for moment, _ in scalars]
-        if not moments:
-            return []
-        first = min(moments)
-        sizes = _sizes(self._parallel)
-        for moment, row in scalars:
-            if moment == first:
-                return [explain_scalar(row, sizes)]
-        chosen: list[Compared] = [item for item in tensors if item.moment == first]
-        owners = {
-            name: owner for index in self._parallel.ranks for name, owner in index.modules.items()
-        }
-        return explain_tensors(chosen, sizes, owners)
+    def _explain(self, facts: list[Finding]) -> list[Finding]:
+        """Name the causes of what is out of budget, after what the facts say."""
+        context = Context(
+            reference=Side(self._reference),
+            parallel=Side(self._parallel),
+            compared=self._compared,
+            scalars=self._scalars.rows,
+            budget=self._budget,
+            steps=self._steps,
+            facts=facts,
+        )
+        return explain(context)
 
 
 def _budget(parallel: TraceReader, truth: TraceReader | None) -> Budget:
@@ -269,19 +283,3 @@ def _said(trace: TraceReader) -> dict[str, Any]:
         "recorded": list(facts.what),
         "versions": dict(facts.versions),
     }
-
-
-def _sizes(trace: TraceReader) -> dict[str, int]:
-    """Return what a wrong factor could come from: axes and the number of micro-batches."""
-    axes = {axis: set(ranks) for axis, ranks in trace.ranks[0].axes.items()}
-    sizes = {
-        axis: len(ranks)
-        for axis, ranks in axes.items()
-        # A folded axis (fsdp = dp_shard x cp) says nothing that its parts do not.
-        if len(ranks) == 1
-        or math.prod(len(other) for other in axes.values() if other < ranks) != len(ranks)
-    }
-    num_microbatches = trace.facts.run.get("num_microbatches")
-    if isinstance(num_microbatches, int):
-        sizes["num_microbatches"] = num_microbatches
-    return sizes

@@ -88,7 +88,7 @@ def _ranks(side: Quantity, measured: Measured) -> list[dict[str, Any]]:
     held: dict[int, list[Box]] = {}
     for piece in side.pieces:
         held.setdefault(piece.rank, []).extend(boxes(piece.map))
-    found = [
+    found: list[dict[str, Any]] = [
         {
             "rank": rank,
             "error": _round(math.nan if distance.nonfinite else distance.error),

@@ -76,7 +76,12 @@ class LocalLayouts:
     rules: ShardRules
 
     def place(
-        self, named: NamedParameter, tensor: Tensor, owned: tuple[int, int] | None = None
+        self,
+        named: NamedParameter,
+        tensor: Tensor,
+        *,
+        owned: tuple[int, int] | None = None,
+        gathered: bool = False,
     ) -> list[HeldPiece]:
         """Return the pieces of ``named`` in ``tensor``: its values, gradient or optimizer state.
 
@@ -84,6 +89,7 @@ class LocalLayouts:
             named: The parameter.
             tensor: A tensor of the parameter's local shape, or a DTensor, or a scalar.
             owned: The range of elements whose values are right here; others have theirs elsewhere.
+            gathered: The tensor is what FSDP or ZeRO had cut, put together again.
 
         Raises:
             LayoutError: Placements are of a kind that cannot be described.
@@ -93,11 +99,11 @@ class LocalLayouts:
             placed = self.axes.place(tensor)
             return [HeldPiece(placed.local, (), (), placed.replicated_over)]
         if given := self.rules.given(named, tensor):
-            piece = HeldPiece(tensor.detach(), given.shape, given.map, given.axes)
+            piece = HeldPiece(tensor.detach(), given.shape, given.map, given.replicated_over)
             return [self._fused(named, piece)]
         outer = self.rules.outer(named, self.axes)
         pieces = []
-        for piece in self._inner(named, tensor, owned):
+        for piece in self._inner(named, tensor, owned, gathered):
             shape, local_map = piece.shape, piece.map
             if outer is not None:
                 shape, local_map = outer.shape, compose(outer.map, local_map)
@@ -109,11 +115,18 @@ class LocalLayouts:
         return pieces
 
     def _inner(
-        self, named: NamedParameter, tensor: Tensor, owned: tuple[int, int] | None
+        self,
+        named: NamedParameter,
+        tensor: Tensor,
+        owned: tuple[int, int] | None,
+        gathered: bool,
     ) -> Iterable[HeldPiece]:
         """Yield what the rank holds of the tensor that tp has left, whole or in ranges."""
         parameter, flat = named.parameter, named.flat
-        if is_dtensor(tensor) or is_dtensor(parameter):
+        if gathered and not is_dtensor(tensor):
+            placed = self.axes.place(tensor)
+            yield HeldPiece(placed.local, placed.shape, placed.map, placed.replicated_over)
+        elif is_dtensor(tensor) or is_dtensor(parameter):
             placed = self.axes.place(tensor if is_dtensor(tensor) else parameter)
             local = placed.local if is_dtensor(tensor) else tensor.detach()
             yield HeldPiece(

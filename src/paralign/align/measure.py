@@ -139,14 +139,32 @@ def relative_distance(side: Quantity, base: Quantity) -> float:
 
 def are_bitwise_equal(side: Quantity, base: Quantity) -> bool:
     """Whether every piece of ``side`` has exactly the values of ``base``, in the narrower dtype."""
-    dtypes = {getattr(torch, q.pieces[0].terms[0][1].dtype) for q in (side, base)}
+    return not unequal_pieces(side, base, first_only=True)
+
+
+def unequal_pieces(side: Quantity, base: Quantity, *, first_only: bool = False) -> list[Piece]:
+    """Return the pieces of ``side`` that differ from ``base`` in any value, in the narrower dtype.
+
+    Args:
+        side: The quantity whose pieces are looked at.
+        base: What they should be equal to; it holds its tensor completely.
+        first_only: Stop at the first one.
+    """
+    dtypes = {getattr(torch, q.pieces[0].terms[0].entry.dtype) for q in (side, base)}
     narrow = min(dtypes, key=lambda dtype: dtype.itemsize)
+    unequal: list[Piece] = []
     for pieces in side.replicas.values():
+        alike = list(pieces)
         for box in _parts(pieces[0]):
             r = base.fetch(box).to(narrow)
-            if not all(torch.equal(piece.read(box).to(narrow), r) for piece in pieces):
-                return False
-    return True
+            still = [piece for piece in alike if torch.equal(piece.read(box).to(narrow), r)]
+            unequal += [piece for piece in alike if piece not in still]
+            alike = still
+            if (unequal and first_only) or not alike:
+                break
+        if unequal and first_only:
+            break
+    return unequal
 
 
 def compare_parts(x: Tensor, r: Tensor, box: Box) -> Distance:

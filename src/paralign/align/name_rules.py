@@ -51,9 +51,14 @@ class NameRules:
                 return _new_names(new, matched, pattern)
         return [NewName(name)]
 
+    @property
+    def patterns(self) -> list[str]:
+        """Names and patterns of the rule; a function has none."""
+        return list(self.rule) if isinstance(self.rule, Mapping) else []
+
     def unused(self) -> list[str]:
         """Return names and patterns that no parameter has matched."""
-        return sorted(set(self.rule) - self.used) if isinstance(self.rule, Mapping) else []
+        return sorted(set(self.patterns) - self.used)
 
 
 def match(pattern: str, name: str) -> tuple[str, ...] | None:

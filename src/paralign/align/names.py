@@ -57,7 +57,7 @@ def _place_of(kind: type) -> dict[str, Any]:
 
 def named_parameters(
     modules: Sequence[nn.Module],
-    names: NameRule = None,
+    names: NameRule | NameRules = None,
     *,
     holds_all: bool = True,
     global_layers: bool = False,
@@ -85,7 +85,7 @@ def named_parameters(
     found: dict[tuple[int, int], _Found] = {}
     holder: dict[str, tuple[int, int]] = {}
     clashes: list[str] = []
-    rules = NameRules(names)
+    rules = names if isinstance(names, NameRules) else NameRules(names)
     for module in modules:
         for old_name, parameter, owner, owner_name, flat in _walk(
             module, "", FlatUnits(), global_layers

@@ -18,7 +18,7 @@ from torch import Tensor
 from paralign.align.lens import Lens, row_major
 from paralign.align.places import Pairing, Place
 from paralign.align.regions import apart, as_map, global_shape, held_parts
-from paralign.align.trace import Kind, TensorEntry
+from paralign.align.trace import TOKEN_KINDS, Kind, TensorEntry
 from paralign.align.trace_reader import TraceReader
 from paralign.layout import Box, LocalMap, boxes, overlap_elements
 
@@ -26,11 +26,16 @@ UPDATE = "update"
 """Derived: the parameter after a step minus the parameter before it."""
 
 KIND_ORDER = (
+    Kind.INPUT,
     Kind.PARAM,
+    Kind.OUTPUT,
     "tokens",
     "loss",
+    Kind.OUTPUT_GRAD,
+    Kind.MICRO_GRAD,
     Kind.GRAD,
     "norm",
+    Kind.CLIPPED_GRAD,
     Kind.MOMENT,
     UPDATE,
     Kind.PARAM_AFTER,
@@ -160,6 +165,8 @@ class Side:
         self._reached: dict[tuple[int, tuple[str, ...]], list[int]] = {}
         for index in reader.ranks:
             for entry in index.tensors:
+                if entry.kind in TOKEN_KINDS:
+                    continue  # placed by token maps, see ``activation_pair``
                 moment = Moment.of(entry.step, entry.kind, entry.state)
                 by_name = self._entries.setdefault(moment, {})
                 places = None if pairing is None else pairing.places(index.rank, entry)

@@ -50,7 +50,8 @@ class RankAxes:
         self.coordinates: dict[str, int] = {}
         self.groups: dict[str, list[int]] = {}
         self._meshes: dict[int, tuple[Any, list[str]]] = {}
-        self._sizes: dict[str, int] = {}
+        self.sizes: dict[str, int] = {}
+        """Of axes given as (index, size), whose ranks the others have to tell."""
         if isinstance(mesh, Mapping):
             for axis, group in mesh.items():
                 if isinstance(group, tuple | list):
@@ -59,12 +60,12 @@ class RankAxes:
                     self._add_group(str(axis), group)
         elif mesh is not None:
             self._add_mesh(mesh)
-        self.run_axes = tuple(dict.fromkeys([*self.groups, *self._sizes]))
+        self.run_axes = tuple(dict.fromkeys([*self.groups, *self.sizes]))
 
     @property
     def unresolved(self) -> bool:
         """Whether axes were given as (index, size), so that their ranks are to be found."""
-        return bool(self._sizes)
+        return bool(self.sizes)
 
     def resolve(self, coordinates: Mapping[int, Mapping[str, int]]) -> None:
         """Find the ranks of axes given as (index, size): those that differ only along the axis.
@@ -84,7 +85,7 @@ class RankAxes:
                 problems.append(f"ranks {by_place[place]} and {rank} are both at {named}")
             by_place[place] = rank
         own = [self.coordinates[axis] for axis in self.run_axes]
-        for axis, size in self._sizes.items():
+        for axis, size in self.sizes.items():
             dim = self.run_axes.index(axis)
             places = [tuple([*own[:dim], index, *own[dim + 1 :]]) for index in range(size)]
             if absent := [index for index, place in enumerate(places) if place not in by_place]:
@@ -184,7 +185,7 @@ class RankAxes:
                 "group, or give a DeviceMesh for all axes."
             )
         self.coordinates[axis] = index
-        self._sizes[axis] = size
+        self.sizes[axis] = size
 
     def _add_group(self, axis: str, group: Any) -> None:
         import torch.distributed as dist

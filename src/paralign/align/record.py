@@ -17,14 +17,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 
 from paralign.align.activation_log import ACTIVATIONS
-from paralign.align.names import NameRule
+from paralign.align.held import HeldParameters
+from paralign.align.name_rules import NameRule
 from paralign.align.recorder import Recorder
+from paralign.align.shard_rules import LayoutRule, ShardRule
 from paralign.errors import ConfigError
 
-WHAT = ("loss", "norm", "params", "grads", "optimizer", *ACTIVATIONS)
+WHAT = ("loss", "norm", "params", "grads", "optimizer", "microbatch_grads", *ACTIVATIONS)
 
 
 def record(
@@ -38,6 +41,9 @@ def record(
     what: Iterable[str] = ("loss", "norm", "params", "grads"),
     modules: str = "*",
     names: NameRule = None,
+    shards: ShardRule | None = None,
+    layouts: LayoutRule | None = None,
+    source: str = "auto",
     stages: Sequence[int] | None = None,
     facts: Mapping[str, Any] | None = None,
     alone: bool = False,
@@ -49,16 +55,27 @@ def record(
             later). An earlier trace in it is replaced.
         model: The model, or the stage modules this rank holds, with global parameter names.
             Wrappers are looked through.
-        mesh: The run's ``DeviceMesh``, or axis name -> process group. Tells which axes hold
-            replicas; what DTensors are split over is read from themselves.
+        mesh: The run's ``DeviceMesh``, or axis name -> process group or ``(index, size)`` of this
+            rank, for all axes: ``{"pp": (0, 2), "dp": (1, 2), "tp": (3, 4)}``. Tells which axes
+            hold replicas; what DTensors are split over is read from themselves. Megatron's groups
+            are found without it.
         optimizer: The optimizer, or all of them; anything with ``step()``. Default: every torch
             optimizer that holds one of the parameters.
         steps: Number of optimizer steps to record; then the recorder detaches by itself.
         start: Number of optimizer steps to let pass first.
         what: Any of loss, norm, params, grads, optimizer; and, to find the module where two runs
-            part, inputs, outputs (of modules) and output_grads.
+            part, inputs, outputs (of modules) and output_grads; and microbatch_grads, what each
+            micro-batch adds to the gradients before they are reduced.
         modules: Glob of the modules whose outputs are recorded.
-        names: Renames parameters: old -> new, or a function.
+        names: Renames parameters: old name -> new name, or a function. ``*`` in an old name stands
+            for any text, and in the new one for what it matched. ``pa.Fused`` instead of a new name
+            takes a fused parameter apart.
+        shards: What plain tensors are cut over: name or pattern -> axis -> ``Shard(dim)`` or the
+            dim. ``{"*.wq.weight": {"tp": 0}}``. DTensors, FSDP and Megatron say it themselves.
+        layouts: The same in full: name or pattern -> ``{"shape": ..., "map": ...}`` as
+            docs/trace.md describes them, or a function of the local tensor that returns it.
+        source: Where parameters and gradients are kept: ``torch``, ``megatron`` (attributes of its
+            parameters, ``main_grad``), ``deepspeed`` (its functions); ``auto`` asks each parameter.
         stages: Pipeline stages this rank holds, for the trace to say.
         facts: What is true of the run and can be written as JSON: ``global_batch``, ``seq_len``,
             ``num_microbatches``, ``compute_dtype``, ``clip``, ``seed``, ... compared before any
@@ -70,15 +87,31 @@ def record(
     """
     chosen = tuple(what)
     _check_arguments(steps, start, chosen)
+    in_group = dist.is_available() and dist.is_initialized() and not alone
+    world_size = dist.get_world_size() if in_group else 1
+    if "microbatch_grads" in chosen and mesh is None and world_size > 1:
+        raise ConfigError(
+            f"what='microbatch_grads' needs mesh= in a run of {world_size} ranks: over which axes "
+            "they are to be summed is not known without it."
+        )
+    stage_modules = [model] if isinstance(model, nn.Module) else list(model)
+    held = HeldParameters.of(
+        stage_modules,
+        mesh=mesh,
+        names=names,
+        shards=shards,
+        layouts=layouts,
+        source=source,
+        world_size=world_size,
+    )
     return Recorder(
         directory,
-        [model] if isinstance(model, nn.Module) else list(model),
-        mesh=mesh,
+        stage_modules,
+        held=held,
         optimizer=optimizer,
         steps=steps,
         start=start,
         what=chosen,
-        names=names,
         stages=stages,
         facts=dict(facts or {}),
         alone=alone,

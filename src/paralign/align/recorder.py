@@ -8,9 +8,8 @@ optimizer has stepped; the parameters and the optimizer's state are taken then.
 
 from __future__ import annotations
 
-import secrets
+import logging
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -20,11 +19,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from paralign.align.activation_log import ActivationLog
-from paralign.align.names import NamedParameter, NameRule, describe_owners, named_parameters
-from paralign.align.placements import RankAxes, is_dtensor, local_of
-from paralign.align.states import describe_optimizer, parameter_state
-from paralign.align.trace import Facts, Kind, RankIndex, ScalarEntry, TensorEntry
-from paralign.align.trace_writer import TraceWriter, dtype_name, prepare_folder
+from paralign.align.agreement import begin_folder, check_disk, say_bytes
+from paralign.align.held import HeldParameters
+from paralign.align.micro_gradients import MicroGradients
+from paralign.align.names import describe_owners
+from paralign.align.placements import is_dtensor
+from paralign.align.states import describe_optimizer
+from paralign.align.trace import Facts, Kind, RankIndex, ScalarEntry
+from paralign.align.trace_writer import TraceWriter, dtype_name
 from paralign.align.watch import StepWatch
 from paralign.errors import ConfigError, TraceError
 
@@ -42,12 +44,11 @@ class Recorder:
         directory: str | Path,
         modules: Sequence[nn.Module],
         *,
-        mesh: Any,
+        held: HeldParameters,
         optimizer: Any,
         steps: int,
         start: int,
         what: tuple[str, ...],
-        names: NameRule,
         stages: Sequence[int] | None,
         facts: dict[str, Any],
         alone: bool,
@@ -60,8 +61,10 @@ class Recorder:
         in_group = dist.is_available() and dist.is_initialized() and not alone
         self._rank = dist.get_rank() if in_group else 0
         self._world_size = dist.get_world_size() if in_group else 1
-        self._parameters = named_parameters(modules, names, holds_all=self._world_size == 1)
-        self._axes = RankAxes(mesh)
+        self._held = held
+        self._pieces = held.pieces
+        self._parameters = held.pieces.parameters
+        self._axes = held.axes
         self._stages = None if stages is None else list(stages)
         if optimizer is None or isinstance(optimizer, list | tuple):
             self._optimizers = optimizer
@@ -83,6 +86,7 @@ class Recorder:
             axes=self._axes,
             step=lambda: self._step if self._recording() else None,
         )
+        self._micro = MicroGradients(self._parameters, self._micro_batch_ends)
         self._writer: TraceWriter | None = None
         self._finished = False
         self._step = 0
@@ -90,28 +94,48 @@ class Recorder:
         self._captured = False
         self._stepped: list[Any] = []
         self._norm_reported = False
+        self._num_backwards = 0
+        self._norms: list[Tensor | None] | None = None
+        """Of the gradients as they were taken, where clipping may change them afterwards."""
 
     @property
     def disk_bytes(self) -> int:
-        """Bytes that this rank will need on disk, without what the optimizer holds."""
-        local = sum(_local_bytes(named.parameter) for named in self._parameters)
+        """Bytes that this rank will need on disk for parameters and gradients before clipping.
+
+        What optimizers and modules hold is not known before the run.
+        """
         steps = self._stop_at - self._first
-        return local * (("params" in self._what) * (steps + 1) + ("grads" in self._what) * steps)
+        kinds = ("params" in self._what) * (steps + 1) + ("grads" in self._what) * steps
+        return self._pieces.local_bytes * kinds
 
     def start(self) -> Recorder:
         """Prepare the folder, take the initial parameters and begin to watch.
 
         Raises:
-            TraceError: The folder holds something else than a trace, or recording has begun before.
+            TraceError: The folder holds something else than a trace, the disk has not enough room,
+                or recording has begun before.
+            ConfigError: What was said of mesh, names or shards does not fit the ranks.
         """
         if self._writer is not None:
             raise TraceError(f"{self.directory}: this recorder was started before; make a new one.")
-        index = RankIndex(self._rank, self._world_size, self._begin_folder())
+        trace_id = begin_folder(self.directory, self._rank, self._world_size)
+        need = check_disk(self.directory, self.disk_bytes, self._world_size)
+        if self._rank == 0:
+            logging.getLogger("paralign").info(
+                "recording into %s needs %s on this machine, and more for optimizer states and "
+                "activations",
+                self.directory,
+                say_bytes(need),
+            )
+        self._held.agree(self._world_size, self._rank)
+        index = RankIndex(self._rank, self._world_size, trace_id)
         index.stages = self._stages
         index.modules = describe_owners(self._parameters)
         self._writer = TraceWriter(self.directory, index)
         self._watch.start()
         self._activations.start(self._writer)
+        if "microbatch_grads" in self._what:
+            self._micro.start()
         self._step_is_next()
         return self
 
@@ -204,7 +228,7 @@ class Recorder:
         """Take the gradients now; needed only where clipping hides inside another call."""
         self._gradients_in_use(None)
 
-    def _gradients_in_use(self, concerned: set[int] | None) -> None:
+    def _gradients_in_use(self, concerned: set[int] | None, *, at_step: bool = False) -> None:
         """Take the gradients before anything uses them, the first time in a step."""
         stepped = {
             id(parameter)
@@ -219,15 +243,34 @@ class Recorder:
         if not self._recording() or self._captured or "grads" not in self._what:
             return
         self._captured = True
-        tensors: list[tuple[TensorEntry, Tensor | None]] = []
-        for named in self._parameters:
-            gradient = named.parameter.grad
-            if gradient is None:
-                entry, _ = self._entry(Kind.GRAD, named, named.parameter)
-                tensors.append((entry, None))
-            else:
-                tensors.append(self._entry(Kind.GRAD, named, gradient))
-        self._open_writer().write(f"step{self._step}.grad", tensors)
+        entries = self._pieces.gradients(Kind.GRAD, self._step, self._all_optimizers)
+        self._open_writer().write(f"step{self._step}.grad", entries)
+        if not at_step:
+            self._norms = self._pieces.norms()
+
+    def _clipped_gradients_in_use(self) -> None:
+        """Take the gradients again if something has changed them since they were taken."""
+        before, self._norms = self._norms, None
+        if not self._recording() or before is None or _equal(before, self._pieces.norms()):
+            return
+        entries = self._pieces.gradients(Kind.CLIPPED_GRAD, self._step, self._all_optimizers)
+        self._open_writer().write(f"step{self._step}.clipped_grad", entries)
+
+    def _micro_batch_ends(self, micro_batch: int, gradients: dict[int, Tensor]) -> None:
+        """Write what a backward pass has added, if it belongs to a recorded step."""
+        if self._stepped:
+            self._end_step()
+        if not self._recording():
+            return
+        entries = self._pieces.micro_gradients(self._step, micro_batch, gradients)
+        label = f"step{self._step}.micro_grad{self._num_backwards}"
+        self._num_backwards += 1
+        self._open_writer().write(label, entries)
+
+    @property
+    def _all_optimizers(self) -> list[Any]:
+        """Optimizers given or seen so far."""
+        return self._stepped if self._optimizers is None else list(self._optimizers)
 
     def _norm_in_use(self, value: Any) -> None:
         if self._recording() and "norm" in self._what and not self._norm_reported:
@@ -262,30 +305,8 @@ class Recorder:
             # Without its index the trace counts as truncated, which it is.
             self._watch.stop()
             self._activations.stop()
+            self._micro.stop()
             self._finished = True
-
-    def _begin_folder(self) -> str:
-        """Clear the folder and agree on the trace's id."""
-        trouble = None
-        if self._rank == 0:
-            try:
-                prepare_folder(self.directory, rank=0, clear_all=True)
-            except (TraceError, OSError) as error:
-                trouble = error
-        number = secrets.randbits(62) if trouble is None else -1
-        if self._world_size > 1:
-            # Every rank learns of rank 0's trouble instead of waiting for a trace that never
-            # begins.
-            shared = torch.tensor([number], device=_group_device(self._parameters[0].parameter))
-            dist.broadcast(shared, src=0)
-            number = int(shared.item())
-        if trouble is not None:
-            raise trouble
-        if number < 0:
-            raise TraceError(f"{self.directory}: rank 0 could not prepare the folder.")
-        if self._rank != 0:
-            prepare_folder(self.directory, rank=self._rank, clear_all=False)
-        return f"{number:016x}"
 
     def _recording(self) -> bool:
         return (
@@ -305,7 +326,8 @@ class Recorder:
     def _step_begins(self, optimizer: Any) -> None:
         if any(optimizer is stepped for stepped in self._stepped):
             self._end_step()
-        self._gradients_in_use(set())
+        self._gradients_in_use(set(), at_step=True)
+        self._clipped_gradients_in_use()
 
     def _step_ends(self, optimizer: Any) -> None:
         self._stepped.append(optimizer)
@@ -315,7 +337,7 @@ class Recorder:
             stepped = {
                 id(parameter)
                 for known in self._stepped
-                for group in known.param_groups
+                for group in getattr(known, "param_groups", [])
                 for parameter in group["params"]
             }
             complete = all(
@@ -332,16 +354,24 @@ class Recorder:
             self._activations.end_step()
             writer.index.steps.append(self._step)
             if not writer.index.optimizers:
-                names = {id(named.parameter): named.name for named in self._parameters}
+                names: dict[int, list[str]] = {}
+                for named in self._parameters:
+                    names.setdefault(id(named.parameter), []).append(named.name)
                 writer.index.optimizers = [describe_optimizer(o, names) for o in self._stepped]
             if "optimizer" in self._what:
-                writer.write(f"step{self._step}.moment", self._moments())
+                moments, unknown = self._pieces.moments(self._step, self._stepped)
+                writer.index.not_recorded += unknown
+                writer.write(f"step{self._step}.moment", moments)
+            if "microbatch_grads" in self._what:
+                self._note_silent(writer)
             if "params" in self._what:
                 self._write_parameters(Kind.PARAM_AFTER)
         self._step += 1
         self._captured = False
         self._stepped = []
         self._norm_reported = False
+        self._norms = None
+        self._num_backwards = 0
         self._step_is_next()
         if self._step >= self._stop_at:
             self._finish(writer)
@@ -351,49 +381,28 @@ class Recorder:
             self._write_parameters(Kind.PARAM)
 
     def _write_parameters(self, kind: str) -> None:
-        tensors = [self._entry(kind, named, named.parameter) for named in self._parameters]
-        self._open_writer().write(f"step{self._step}.{kind}", tensors)
+        entries = self._pieces.values(kind, self._step)
+        self._open_writer().write(f"step{self._step}.{kind}", entries)
 
-    def _moments(self) -> list[tuple[TensorEntry, Tensor | None]]:
-        tensors: list[tuple[TensorEntry, Tensor | None]] = []
-        for named in self._parameters:
-            for state, value, why in parameter_state(self._stepped, named.parameter):
-                if value is None:
-                    note = {"name": f"{named.name}.{state}", "why": why}
-                    self._open_writer().index.not_recorded.append(note)
-                    continue
-                tensors.append(self._entry(Kind.MOMENT, named, value, state))
-        return tensors
-
-    def _entry(
-        self, kind: str, named: NamedParameter, tensor: Tensor, state: str | None = None
-    ) -> tuple[TensorEntry, Tensor]:
-        placed = self._axes.place(tensor)
-        parameter = named.parameter
-        if state is not None and tensor.dim() > 0 and not is_dtensor(tensor):
-            # A plain state of a sharded parameter is split as the parameter is.
-            placed = replace(self._axes.place(parameter), local=placed.local)
-        entry = TensorEntry(
-            kind=kind,
-            name=named.name,
-            step=self._step,
-            dtype=dtype_name(tensor.dtype, named.name),
-            shape=placed.shape,
-            map=placed.map,
-            state=state,
-            aliases=named.aliases,
-            source=None if named.source == named.name else named.source,
-            trainable=parameter.requires_grad,
-            replicated_over=placed.replicated_over,
-            partial_over=placed.partial_over,
-            partial_op=placed.partial_op,
-        )
-        return entry, placed.local
+    def _note_silent(self, writer: TraceWriter) -> None:
+        """Say which parameters have a gradient that came from no micro-batch that was seen."""
+        silent = self._micro.new_step()
+        norms = self._pieces.norms()
+        for number in silent:
+            named = self._parameters[number]
+            if norms[number] is not None and named.parameter.requires_grad:
+                note = {
+                    "name": f"{named.name} (microbatch_grads)",
+                    "why": "no gradient was seen to arrive: its module was not called, or is "
+                    "compiled, or adds to the gradient by itself",
+                }
+                writer.index.not_recorded.append(note)
 
     def _finish(self, writer: TraceWriter) -> None:
         self._finished = True
         self._watch.stop()
         self._activations.stop()
+        self._micro.stop()
         writer.index.coordinates = self._axes.coordinates
         writer.index.axes = self._axes.groups
         writer.finish(self._run_facts(writer.index) if self._rank == 0 else None)
@@ -415,11 +424,13 @@ def _number(value: float | Tensor) -> float:
     return float(whole.detach() if isinstance(whole, Tensor) else whole)
 
 
-def _local_bytes(tensor: Tensor) -> int:
-    local = local_of(tensor)
-    return local.numel() * local.element_size()
-
-
-def _group_device(tensor: Tensor) -> torch.device:
-    """Return a device that the default group can broadcast on."""
-    return torch.device("cpu") if "gloo" in str(dist.get_backend()) else tensor.device
+def _equal(before: list[Tensor | None], after: list[Tensor | None]) -> bool:
+    """Whether two lists of norms are the same; NaN is the same as NaN."""
+    pairs = list(zip(before, after, strict=True))
+    if any((a is None) != (b is None) for a, b in pairs):
+        return False
+    both = [(a, b) for a, b in pairs if a is not None and b is not None]
+    if not both:
+        return True
+    differ = [(a != b) & ~(a.isnan() & b.isnan()) for a, b in both]
+    return not bool(torch.stack([d.to("cpu") for d in differ]).any())

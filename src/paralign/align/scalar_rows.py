@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from paralign.align.budget import Budget
-from paralign.align.explain import factor_candidates, simple_factor
 from paralign.align.pair import Moment
 from paralign.align.scalars import StepLoss, step_loss, step_norms
 from paralign.align.trace_reader import TraceReader
-from paralign.align.verdict import EXACT, Finding, TensorRow
+from paralign.align.verdict import EXACT, TensorRow
 
 T = TypeVar("T")
 
@@ -176,54 +175,6 @@ class ScalarJudge:
 
     def _skip(self, step: int, name: str, why: str) -> None:
         self.skipped.append({"name": name, "why": f"step {step}: {why}"})
-
-
-def explain_scalar(row: TensorRow, sizes: Mapping[str, int]) -> Finding:
-    """Explain a loss, norm or token count that is the first thing out of budget."""
-    factor = None if row.scale is None else simple_factor(row.scale)
-    exact = factor is not None and row.scale is not None and factor != 1
-    left = math.nan
-    if exact and factor is not None and row.scale is not None:
-        left = abs(row.scale / float(factor) - 1) * (row.eps / row.rel_l2)
-        exact = row.budget_eps is not None and left <= row.budget_eps
-    values = row.worst_values or (math.nan, math.nan)
-    evidence: dict[str, object] = {
-        "eps_before": row.eps,
-        "eps_after": left if exact else None,
-        "share_beyond_2e-3": None,
-        "reference": values[0],
-        "parallel": values[1],
-    }
-    component = {"tokens": "data", "loss": "loss", "norm": "clipping"}[row.kind]
-    told = (
-        f"{row.kind} is {values[1]:.17g} in the parallel run and {values[0]:.17g} in the reference"
-    )
-    if exact and factor is not None:
-        candidates = factor_candidates(factor, sizes)
-        evidence["factor"] = str(factor)
-        return Finding(
-            component=component,
-            cause="constant_factor",
-            tensor=row.name,
-            axes=[candidates[0].split("=")[0]] if len(candidates) == 1 else [],
-            evidence=evidence,
-            fix=f"{told}: exactly {factor} times. Look for tokens counted twice, a mean of means, "
-            "or whole sequences where slices are due.",
-            candidates=candidates if len(candidates) > 1 else [],
-        )
-    cause = {"tokens": "different_data", "loss": "unknown", "norm": "wrong_norm"}[row.kind]
-    advice = {
-        "tokens": "Give both runs the same batch, and count only labels that are not ignored.",
-        "loss": "The gradients below tell which part of the model the difference comes from.",
-        "norm": "The gradients agree; the norm must count every element once, over all axes.",
-    }[row.kind]
-    return Finding(
-        component=component,
-        cause=cause,
-        tensor=row.name,
-        evidence=evidence,
-        fix=f"{told}. {advice}",
-    )
 
 
 def _relative(value: float, base: float) -> float:

@@ -37,8 +37,10 @@ class Region:
 
     shape: tuple[int, ...]
     map: LocalMap
-    axes: tuple[str, ...]
-    """Axes that cut it; of ``layouts``, which says that instead, those that hold copies."""
+    axes: tuple[str, ...] = ()
+    """Axes that cut it, so that they hold no copies."""
+    replicated_over: tuple[str, ...] = ()
+    """Axes that hold copies, where ``layouts`` says so."""
 
 
 @dataclass
@@ -115,7 +117,7 @@ class ShardRules:
                 f"layouts[{pattern!r}] describes a local tensor of shape {local_shape(held)}, but "
                 f"{named.source!r} has {tuple(tensor.shape)}. Its map must cover the local tensor."
             )
-        return Region(shape, held, tuple(said.get("replicated_over", ())))
+        return Region(shape, held, replicated_over=tuple(said.get("replicated_over", ())))
 
     def outer(self, named: NamedParameter, axes: RankAxes) -> Region | None:
         """Return which part of the whole parameter the tp shard is; None if it is all of it.
@@ -134,8 +136,9 @@ class ShardRules:
                     f"({', '.join(known) or 'not given'}). Pass the mesh, or "
                     f"mesh={{{axis!r}: (index, size), ...}}."
                 )
-        if is_dtensor(named.parameter):
-            inside = set(cuts) & set(axes.names_of(named.parameter.device_mesh))
+        parameter: Any = named.parameter
+        if is_dtensor(parameter):
+            inside = set(cuts) & set(axes.names_of(parameter.device_mesh))
             if inside:
                 raise ConfigError(
                     f"{named.source!r} is a DTensor over {', '.join(sorted(inside))} already, so "
@@ -161,8 +164,8 @@ class ShardRules:
         if not more and cut.split_factor == 1:
             parts = [self.sizes.get(rank, {}).get(source, held)[dim] for rank in axes.groups[axis]]
             first = sum(parts[: axes.coordinates[axis]])
-            spans = (Span((0, held[dim]), (first, first + held[dim])),) if held[dim] else ()
-            return sum(parts), spans
+            span = Span((0, held[dim]), (first, first + held[dim]))
+            return sum(parts), (span,) if held[dim] else ()
         size = held[dim]
         for name in cuts:
             size *= axes.size(name)

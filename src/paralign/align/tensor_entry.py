@@ -197,11 +197,12 @@ class TensorEntry:
                 f"{self.kind} {self.name!r} has token_dims={list(self.token_dims)}, but "
                 f"{len(self.shape)} dims"
             )
-        elements = math.prod(local_shape(self.map))
-        if self.flat is not None and not 0 <= self.flat[0] <= self.flat[1] <= elements:
-            raise ValueError(
-                f"{self.kind} {self.name!r} has flat={list(self.flat)} of {elements} elements"
-            )
+        if self.flat is not None:
+            elements = math.prod(local_shape(self.map))
+            if not 0 <= self.flat[0] <= self.flat[1] <= elements:
+                raise ValueError(
+                    f"{self.kind} {self.name!r} has flat={list(self.flat)} of {elements} elements"
+                )
         if self.true_shape is not None and not (
             len(self.true_shape) == len(self.shape)
             and all(0 <= n <= size for n, size in zip(self.true_shape, self.shape, strict=True))

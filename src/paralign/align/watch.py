@@ -16,6 +16,9 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from paralign.align.sources.choose import norm_of_step
+from paralign.align.sources.deepspeed import is_between_micro_batches
+
 Undo = Callable[[], None]
 
 # Functions that a clipping step goes through, and whether the norm it clips by is their result or
@@ -100,8 +103,13 @@ class StepWatch:
 
         @functools.wraps(step)
         def watched(*args: Any, **kwargs: Any) -> Any:
+            if is_between_micro_batches(optimizer):
+                return step(*args, **kwargs)
             self._begin(optimizer)
             result = step(*args, **kwargs)
+            norm = norm_of_step(optimizer, result) if self._active else None
+            if norm is not None:
+                self._on_norm(norm)
             self._end(optimizer)
             return result
 

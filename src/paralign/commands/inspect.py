@@ -8,8 +8,15 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from paralign.commands.files import check_writable, write_atomically
-from paralign.commands.options import JsonFile, Quiet, Verbose, check_not_both
+from paralign.commands.options import (
+    HtmlFile,
+    JsonFile,
+    JunitFile,
+    Quiet,
+    Verbose,
+    check_not_both,
+)
+from paralign.commands.report import check_outputs, write_outputs
 from paralign.commands.terminal import print_result
 
 
@@ -24,6 +31,8 @@ def inspect(
         ),
     ] = None,
     json: JsonFile = None,
+    junit: JunitFile = None,
+    html: HtmlFile = None,
     quiet: Quiet = False,
     verbose: Verbose = False,
 ) -> int:
@@ -33,14 +42,13 @@ def inspect(
     could be told.
     """
     check_not_both(quiet, verbose)
-    if json is not None:
-        check_writable("--json", json)
+    check_outputs(json=json, junit=junit, html=html)
     from paralign.align.inspect import inspect as inspect_trace  # imports torch
     from paralign.align.report.inspection import render
+    from paralign.align.report.inspection_cases import cases_of_inspection
 
     report = inspect_trace(parallel, unused=unused or ())
-    if json is not None:
-        write_atomically(json, report.to_json())
+    write_outputs(cases_of_inspection(report), report.to_json, json=json, junit=junit, html=html)
     if quiet:
         print_result(Text(f"{report.verdict}: {report.why}."))
     else:

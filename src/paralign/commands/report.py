@@ -6,6 +6,7 @@ Every command that judges goes through here: :func:`check_outputs` before anythi
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -53,9 +54,7 @@ def deliver(
     """Write and print ``report``, and return the exit status that it stands for."""
     from paralign.align.report.terminal import render
 
-    write_outputs(
-        report, json_text=report.to_json() if json else "", json=json, junit=junit, html=html
-    )
+    write_outputs(report, report.to_json, json=json, junit=junit, html=html)
     if quiet:
         print_result(Text(f"{report.verdict}: {report.why}."))
     else:
@@ -65,8 +64,8 @@ def deliver(
 
 def write_outputs(
     result: Report | CaseList,
+    to_json: Callable[[], str],
     *,
-    json_text: str,
     json: Path | None,
     junit: Path | None,
     html: Path | None,
@@ -75,13 +74,13 @@ def write_outputs(
 
     Args:
         result: A comparison, or the cases of a command that judges many runs.
-        json_text: What goes into ``json``.
+        to_json: Makes what goes into ``json``.
         json: ``--json``.
         junit: ``--junit``.
         html: ``--report``.
     """
     if json is not None:
-        write_atomically(json, json_text)
+        write_atomically(json, to_json())
     if junit is not None:
         from paralign.align.report.junit import junit_of
 

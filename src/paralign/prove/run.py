@@ -56,7 +56,7 @@ def align(
     if world is not None:
         with join_world(config.device, timeout=timeout, describe=config.mesh.degrees.describe_rank):
             return _align_in_world(config, trace, world)
-    with _local_folder(trace) as folder:
+    with local_folder(trace) as folder:
         return _align_locally(config, folder, timeout, say)
 
 
@@ -103,7 +103,7 @@ def _align_locally(config: RunConfig, folder: Path, timeout: float, say: Say) ->
         )
         return time.perf_counter() - began
 
-    for name, precision in _reference_runs(dtype):
+    for name, precision in reference_runs(dtype):
         say(f"{name} run on one device, {precision}")
         device = "cpu"
         timings[f"{name}_s"] = run(
@@ -135,7 +135,7 @@ def _align_in_world(config: RunConfig, trace: str | Path | None, world: World) -
     with ExitStack() as stack:
         folder = _shared_folder(trace, world, stack)
         if world.rank == 0:
-            for name, precision in _reference_runs(dtype):
+            for name, precision in reference_runs(dtype):
                 began = time.perf_counter()
                 run_reference(config, numerics(precision, config), folder / name, alone=True)
                 timings[f"{name}_s"] = time.perf_counter() - began
@@ -167,7 +167,7 @@ def _judge(config: RunConfig, folder: Path, timings: dict[str, float]) -> Any:
     )
 
 
-def _reference_runs(dtype: str) -> list[tuple[str, str]]:
+def reference_runs(dtype: str) -> list[tuple[str, str]]:
     """Return (trace name, dtype) of the runs on one device: below float64, the truth as well."""
     runs = [("reference", dtype)]
     return runs if dtype == "float64" else [*runs, ("truth", "float64")]
@@ -178,7 +178,8 @@ def _name_alone(trace: Path, rank: int) -> str:
 
 
 @contextmanager
-def _local_folder(trace: str | Path | None) -> Iterator[Path]:
+def local_folder(trace: str | Path | None) -> Iterator[Path]:
+    """Yield the folder to keep traces in, or one that is removed afterwards."""
     if trace is None:
         with tempfile.TemporaryDirectory(prefix="paralign-") as name:
             yield Path(name)
@@ -193,7 +194,7 @@ def _shared_folder(trace: str | Path | None, world: World, stack: ExitStack) -> 
 
     chosen: list[str | None] = [None]
     if world.rank == 0:
-        chosen = [str(stack.enter_context(_local_folder(trace)).absolute())]
+        chosen = [str(stack.enter_context(local_folder(trace)).absolute())]
     dist.broadcast_object_list(chosen, src=0)
     folder = Path(str(chosen[0]))
     sees: list[bool] = [False] * world.world_size

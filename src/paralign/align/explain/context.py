@@ -86,9 +86,7 @@ class Context:
     def judged(self, kind: str, step: int) -> list[Compared]:
         """Return all tensors of a kind at a step, in causal order."""
         return [
-            item
-            for item in self.compared
-            if item.moment.kind == kind and item.moment.step == step
+            item for item in self.compared if item.moment.kind == kind and item.moment.step == step
         ]
 
     def scalar(self, kind: str, step: int) -> TensorRow | None:

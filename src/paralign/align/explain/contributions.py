@@ -29,7 +29,7 @@ from paralign.align.explain.proof import (
 )
 from paralign.align.explain.weights_of import Label, read_weights
 from paralign.align.judge import Compared
-from paralign.align.pair import Piece, Side
+from paralign.align.pair import Piece, Side, Term
 from paralign.align.trace import Kind
 from paralign.layout import Box, LocalMap, boxes
 
@@ -99,7 +99,7 @@ def _contributions(side: Side, item: Compared) -> list[Contribution]:
                 and entry.file is not None
                 and entry.shape == item.base.shape
             ):
-                piece = Piece(index.rank, entry.map, ((1.0, entry),), side.reader)
+                piece = Piece(index.rank, entry.map, (Term(1.0, entry),), side.reader)
                 found.append(Contribution(Label(index.rank, entry.micro_batch or 0), piece))
     return found
 
@@ -175,7 +175,9 @@ def _distinct(columns: Tensor) -> tuple[Tensor, list[list[int]]]:
     return columns[:, [group[0] for group in members]], members
 
 
-def _spread(weights: Sequence[float], members: Sequence[Sequence[int]], total: int) -> tuple[float, ...]:
+def _spread(
+    weights: Sequence[float], members: Sequence[Sequence[int]], total: int
+) -> tuple[float, ...]:
     """Give every contribution its share of its column's weight."""
     result = [0.0] * total
     for weight, group in zip(weights, members, strict=True):

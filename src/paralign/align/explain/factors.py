@@ -28,11 +28,13 @@ from paralign.align.explain.proof import (
     limit_of,
     proves,
 )
+from paralign.align.explain.weights_of import Weights as Recipe
 from paralign.align.judge import Compared
 
 CONSTANT_FACTOR = "constant_factor"
 DOUBLE_REDUCTION = "double_reduction"
 
+_ONE = 1e-6
 _ADVICE = (
     "Look for a mean where a sum belongs, a sum where a mean belongs, a loss divided by the wrong "
     "count, or a reduction done twice."
@@ -108,7 +110,9 @@ def factor_of(proof: Proof) -> Fraction | None:
     return None if "." in told or "e" in told else Fraction(told)
 
 
-def name_source(context: Context, proof: Proof, *, everywhere: bool) -> None:
+def name_source(
+    context: Context, proof: Proof, *, everywhere: bool, recipe: Recipe | None = None
+) -> None:
     """Complete the proof with the axes that the factor could come from.
 
     Args:
@@ -117,20 +121,25 @@ def name_source(context: Context, proof: Proof, *, everywhere: bool) -> None:
         everywhere: Every tensor of its kind has this factor. A loss or a normaliser does that; a
             reduction done twice has no reason to spare other tensors, so where only some are
             affected, their own reduction is the suspect.
+        recipe: How a tensor was put together from its contributions, where they were recorded.
+            Contributions that add up to the reference are right, so the reduction is not.
     """
     factor = factor_of(proof)
     sources = [] if factor is None else sources_of(factor, context.sizes)
     sources = [source for source in sources if context.mesh.is_named or "world" not in source]
     whole = factor is not None and abs(factor) > 1 and factor.denominator == 1
     reducing = [source for source in sources if axes_in(source)]
-    twice = whole and not everywhere and bool(reducing)
+    right_before = None if recipe is None else _are_right(recipe)
+    twice = whole and bool(reducing) and (right_before is True or not everywhere)
+    if right_before is False:
+        twice, reducing = False, []
     if twice:
         proof.cause = DOUBLE_REDUCTION
         sources = reducing
     if len(sources) == 1:
         proof.axes = axes_in(sources[0])
     listed = [candidate(proof.cause, axes_in(s), _meaning(context, s, factor)) for s in sources]
-    if whole and reducing:
+    if whole and reducing and right_before is None:
         other = CONSTANT_FACTOR if twice else DOUBLE_REDUCTION
         listed += [
             candidate(other, axes_in(s), _meaning(context, s, factor, other)) for s in reducing
@@ -141,13 +150,21 @@ def name_source(context: Context, proof: Proof, *, everywhere: bool) -> None:
             "record again with what=(..., 'microbatch_grads'): the sum of what went into the "
             "reduction tells whether it was done twice or was too large before"
         )
-    proof.component = component_of(sources)
+    proof.component = "backward" if right_before is False else component_of(sources)
     where = (
         f"The factor is the size of {told_sizes(sources, context.sizes)}."
         if sources
         else "No axis of the mesh has this size."
     )
     proof.text = f"{where} {_ADVICE}"
+
+
+def _are_right(recipe: Recipe) -> bool | None:
+    """Whether contributions add up to the reference; None if they are some other multiple."""
+    if all(abs(weight - 1.0) <= _ONE for weight in recipe.right):
+        return True
+    made = [weight for weights in recipe.made.values() for weight in weights]
+    return False if all(abs(weight - 1.0) <= _ONE for weight in made) else None
 
 
 def component_of(sources: Sequence[Sequence[str]]) -> str:

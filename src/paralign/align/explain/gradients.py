@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from paralign.align.explain.context import Context
-from paralign.align.explain.contributions import prove_recipe
+from paralign.align.explain.contributions import find_recipe, prove_recipe
 from paralign.align.explain.factors import (
     CONSTANT_FACTOR,
     name_source,
@@ -88,10 +88,11 @@ def _findings(
     context: Context, proven: list[tuple[Compared, Proof]], num_gated: int
 ) -> list[Finding]:
     proof = proven[0][1]
-    if proof.cause == CONSTANT_FACTOR:
+    if proof.cause == CONSTANT_FACTOR and "factor" in proof.detail:
         everywhere = len(proven) == num_gated and "ranks" not in proof.detail
+        recipe = find_recipe(context, proven[0][0])
         for _, each in proven:
-            name_source(context, each, everywhere=everywhere)
+            name_source(context, each, everywhere=everywhere, recipe=recipe)
     if on_one_rank(context, proven):
         return [single_finding(context, proven, "backward")]
     component = "reduction" if proof.cause in _REDUCING else "backward"

@@ -149,9 +149,7 @@ def _counted_again(context: Context, gradients: Sequence[Compared]) -> Iterator[
             )
 
 
-def _other_formulas(
-    context: Context, gradients: Sequence[Compared], own: float
-) -> Iterator[Guess]:
+def _other_formulas(context: Context, gradients: Sequence[Compared], own: float) -> Iterator[Guess]:
     sizes = [item.measured.total.size for item in gradients]
     yield Guess("the sum of the squares, without the root", (own * own,))
     yield Guess("the sum of the norms of the parameters", (sum(sizes),))

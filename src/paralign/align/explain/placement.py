@@ -165,9 +165,7 @@ def local_numel(piece: Held) -> int:
     return math.prod(local_shape(piece.map))
 
 
-def _wrong_layer(
-    item: Compared, found: Sequence[tuple[Held, Place, float]], left: float
-) -> Proof:
+def _wrong_layer(item: Compared, found: Sequence[tuple[Held, Place, float]], left: float) -> Proof:
     holds: dict[str, list[int]] = {}
     for piece, place, _ in found:
         holds.setdefault(place.name, []).append(piece.rank)
@@ -210,13 +208,17 @@ def prove_permuted_rows(context: Context, item: Compared) -> Proof | None:
     total = math.prod(item.base.shape)
     if limit is None or not 1 < total <= _LARGEST_SORTED or item.measured.replicas_differ:
         return None
-    everything = Box(tuple(0 for _ in item.base.shape), tuple(0 for _ in item.base.shape), item.base.shape)
+    everything = Box(
+        tuple(0 for _ in item.base.shape), tuple(0 for _ in item.base.shape), item.base.shape
+    )
     x, r = item.side.fetch(everything), item.base.fetch(everything)
     norm = float(torch.linalg.vector_norm(r))
     for dim, size in enumerate(item.base.shape):
         if size < 2 or not norm > 0.0:
             continue
-        order = _matching_order(x.transpose(0, dim).reshape(size, -1), r.transpose(0, dim).reshape(size, -1))
+        order = _matching_order(
+            x.transpose(0, dim).reshape(size, -1), r.transpose(0, dim).reshape(size, -1)
+        )
         moved = r.index_select(dim, order)
         left = float(torch.linalg.vector_norm(x - moved)) / norm
         if proves(item, left) and not torch.equal(order, torch.arange(size)):

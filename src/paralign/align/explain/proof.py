@@ -209,9 +209,7 @@ def evidence(item: Compared, left: float | None) -> dict[str, Any]:
     }
 
 
-def finding_of(
-    proven: Sequence[tuple[Compared, Proof]], component: str, told: str
-) -> Finding:
+def finding_of(proven: Sequence[tuple[Compared, Proof]], component: str, told: str) -> Finding:
     """Join the tensors that one hypothesis explains into one finding.
 
     Args:

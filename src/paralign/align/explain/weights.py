@@ -147,12 +147,8 @@ def _values(piece: Held) -> Iterator[torch.Tensor]:
 
 
 def _equal_pieces(one: Held, other: Held) -> bool:
-    return all(
-        torch.equal(a, b) for a, b in zip(_values(one), _values(other), strict=True)
-    )
+    return all(torch.equal(a, b) for a, b in zip(_values(one), _values(other), strict=True))
 
 
 def _is_constant(piece: Held) -> bool:
     return all(bool((values == values.reshape(-1)[0]).all()) for values in _values(piece))
-
-

@@ -73,7 +73,9 @@ def _left_out(
     context: Context, recipe: Weights, relative: Mapping[int, Mapping[Label, float]]
 ) -> Proof | None:
     """All contributions count once (or all the same number of times), but some not at all."""
-    kept = {round(w, 6) for weights in relative.values() for w in weights.values() if abs(w) > _SAME}
+    kept = {
+        round(w, 6) for weights in relative.values() for w in weights.values() if abs(w) > _SAME
+    }
     gone = {
         rank: {label for label, w in weights.items() if abs(w) <= _SAME}
         for rank, weights in relative.items()
@@ -88,7 +90,8 @@ def _left_out(
         for rank, lost in gone.items()
     }
     if all(
-        lost == {Label(r, m) for r in whole_ranks[rank] for m in numbers if Label(r, m) in recipe.labels}
+        lost
+        == {Label(r, m) for r in whole_ranks[rank] for m in numbers if Label(r, m) in recipe.labels}
         for rank, lost in gone.items()
     ):
         return _groups(context, everyone, whole_ranks, times)
@@ -148,9 +151,7 @@ def _missing(
     )
 
 
-def _micro_batches(
-    context: Context, gone: Mapping[int, set[Label]], times: float
-) -> Proof | None:
+def _micro_batches(context: Context, gone: Mapping[int, set[Label]], times: float) -> Proof | None:
     numbers = sorted({label.micro_batch for lost in gone.values() for label in lost})
     ranks = sorted({label.rank for lost in gone.values() for label in lost})
     axes = context.mesh.axes_of(ranks)

@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from paralign.align.inspect.gradients import check_gradients
+from paralign.align.inspect.inputs import check_inputs
+from paralign.align.inspect.labels import check_labels
 from paralign.align.inspect.losses import check_losses
 from paralign.align.inspect.norms import check_norms
 from paralign.align.inspect.ranks import check_ranks
@@ -20,6 +22,8 @@ from paralign.align.trace_reader import TraceReader
 # As a step makes what they look at, so that the first finding is the one to begin with.
 _CHECKS: tuple[Callable[[View], Check], ...] = (
     check_ranks,
+    check_inputs,
+    check_labels,
     check_weights,
     check_losses,
     check_gradients,

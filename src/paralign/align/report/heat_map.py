@@ -105,7 +105,7 @@ def _cell(item: tuple[int, TensorRow] | None) -> Cell | None:
     if item is None:
         return None
     at, row = item
-    return Cell(row=at, text=short(row.eps), level=level_of(row.eps), ok=row.ok)
+    return Cell(row=at, text=short(row.eps).replace("e+", "e"), level=level_of(row.eps), ok=row.ok)
 
 
 def _badness(row: TensorRow) -> tuple[bool, float, float]:

@@ -111,19 +111,23 @@ def _missed(finding: Finding) -> str:
 def _value(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.6g}"
-    if isinstance(value, str | int):
-        return str(value)
-    return json.dumps(value, default=str)
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_value(item)}" for name, item in value.items()) or "none"
+    if isinstance(value, list | tuple):
+        return ", ".join(map(_value, value)) or "none"
+    return str(value)
 
 
 def _facts(report: Report) -> list[dict[str, Any]]:
     """Return both sides' facts next to each other; those that differ are marked."""
     ours, theirs = (report.facts.get(side, {}) for side in ("reference", "parallel"))
+    refused = {finding.evidence.get("fact") for finding in report.findings}
     rows = []
     for name in dict.fromkeys([*ours, *theirs]):
         values = [_value(side[name]) if name in side else "" for side in (ours, theirs)]
         differs = name in ours and name in theirs and ours[name] != theirs[name]
-        rows.append({"name": name, "values": values, "differs": differs})
+        mark = ("wrong" if name in refused else "differs") if differs else ""
+        rows.append({"name": name, "values": values, "mark": mark})
     return rows
 
 

@@ -65,11 +65,13 @@ def _dims(dims: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         name = dim_name(number, len(dims))
         if stop - start == 1 and name.endswith("s"):
             name = name[:-1]
-        yield f"{name} {where} of {dim['size']} {verb} {_amount(dim['error'])} of the error"
+        yield f"{name} {where} of {dim['size']} {verb} {_amount(dim['error'])}"
 
 
 def _amount(errors: Sequence[float]) -> str:
-    return "every NaN" if any(math.isnan(error) for error in errors) else f"{_ENOUGH:.0%}"
+    if any(math.isnan(error) for error in errors):
+        return "all that is no number"
+    return f"{_ENOUGH:.0%} of the error"
 
 
 def _ranks(ranks: Sequence[Mapping[str, Any]]) -> Iterator[str]:

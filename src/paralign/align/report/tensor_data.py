@@ -66,14 +66,25 @@ def _profile(profile: Mapping[str, Any]) -> dict[str, Any]:
                     _digits(_relative(error, base), 3)
                     for error, base in zip(dim["error"], dim["base"], strict=True)
                 ],
+                _shares(dim["error"]),
             ]
             for number, dim in enumerate(dims)
         ],
         "ranks": [
-            [item["rank"], _digits(_relative(item["error"], item["base"]), 3), item["part"]]
-            for item in profile["ranks"]
+            [item["rank"], _digits(_relative(item["error"], item["base"]), 3), share, item["part"]]
+            for item, share in zip(
+                profile["ranks"], _shares([item["error"] for item in profile["ranks"]]), strict=True
+            )
         ],
     }
+
+
+def _shares(errors: Sequence[float]) -> list[int]:
+    """Return how many percent of the squared error each holds; of NaN, all."""
+    if any(not math.isfinite(error) for error in errors):
+        return [0 if math.isfinite(error) else 100 for error in errors]
+    total = math.hypot(*errors)
+    return [round(100 * (error / total) ** 2) if total else 0 for error in errors]
 
 
 def _relative(error: float, base: float) -> float:

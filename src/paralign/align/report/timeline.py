@@ -55,19 +55,20 @@ class StepLine:
 
 
 def timeline(report: Report) -> list[StepLine]:
-    """Return the stations of every step, what was known before the first step at the head."""
+    """Return the stations of every step; what was known before all of them heads the first."""
     differing = [finding for finding in report.findings if finding.component == CONFIG]
-    lines = [StepLine("before", [_facts(differing)])] if report.facts or differing else []
+    head = [_facts(differing)] if report.facts or differing else []
     parted = bool(differing)
+    lines = []
     items = list(enumerate(report.tensors))
     for step, of_step in groupby(items, key=lambda item: item[1].step):
-        stations = []
+        stations, head = head, []
         for _, group in groupby(of_step, key=lambda item: (item[1].kind, item[1].state)):
             station = _station(list(group), may_be_first=not parted)
             parted |= not station.ok
             stations.append(station)
         lines.append(StepLine(f"step {step}", stations))
-    return lines
+    return lines or ([StepLine("before", head)] if head else [])
 
 
 def kind_title(kind: str) -> str:
@@ -87,12 +88,18 @@ def _station(items: Sequence[tuple[int, TensorRow]], *, may_be_first: bool) -> S
     gated = [(at, row) for at, row in items if row.budget_eps is not None]
     at, worst = max(gated or items, key=lambda item: (item[1].strain, finite(item[1].eps)))
     if failing:
-        text = f"{len(failing)} of {len(items)} out of budget"
-        at = failing[0][0]
+        at, worst = failing[0]
+        text = (
+            f"{short(worst.eps)} eps, out of budget"
+            if len(items) == 1
+            else f"{len(failing)} of {len(items)} out of budget"
+        )
     elif not gated:
         text = f"{len(items)} listed, not gated"
     elif len(items) == 1:
         text = f"{short(worst.eps)} eps"
+    elif worst.eps == 0:
+        text = f"all {len(items)} equal"
     else:
-        text = f"all {len(items)} in budget, worst {short(worst.eps)} eps"
+        text = f"{len(items)} in budget, worst {short(worst.eps)} eps"
     return Station(title, text, ok=not failing, is_first=bool(failing) and may_be_first, row=at)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from paralign.align.sources import deepspeed, megatron
 from paralign.align.sources.deepspeed import DEEPSPEED
 from paralign.align.sources.megatron import MEGATRON
 from paralign.align.sources.reader import Reader
@@ -33,3 +34,9 @@ def readers_of(source: str) -> tuple[Reader, ...]:
 def reader_of(readers: tuple[Reader, ...], parameter: Any) -> Reader:
     """Return the first of ``readers`` that knows ``parameter``."""
     return next(reader for reader in readers if reader.knows(parameter))
+
+
+def norm_of_step(optimizer: Any, result: Any) -> float | None:
+    """Return the gradient norm that a ``step()`` which clips by itself tells, if it does."""
+    norm = megatron.norm_of_step(result)
+    return deepspeed.norm_of_step(optimizer) if norm is None else norm

@@ -24,6 +24,13 @@ def is_between_micro_batches(optimizer: Any) -> bool:
     return callable(boundary) and not boundary()
 
 
+def norm_of_step(optimizer: Any) -> float | None:
+    """Return the norm that the engine's ``step()`` has clipped by."""
+    norm = getattr(optimizer, "get_global_grad_norm", None)
+    value = norm() if callable(norm) else None
+    return None if value is None else float(value)
+
+
 def _functions() -> Any:
     return sys.modules.get("deepspeed.utils")
 

@@ -1,14 +1,14 @@
 """Megatron: attributes on parameters say which dim is cut over tp, and where gradients collect.
 
-``tensor_model_parallel``, ``partition_dim`` and ``partition_stride`` are set by its parallel layers;
-``main_grad`` by its DistributedDataParallel, which leaves ``.grad`` empty. With the distributed
-optimizer a rank has the reduced gradient only of the range of elements that it steps.
+``tensor_model_parallel``, ``partition_dim`` and ``partition_stride`` are set by its parallel
+layers; ``main_grad`` by its DistributedDataParallel, which leaves ``.grad`` empty. With the
+distributed optimizer a rank has the reduced gradient only of the range that it steps.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -30,6 +30,18 @@ def groups() -> dict[str, Any] | None:
     if state is None or not state.model_parallel_is_initialized():
         return None
     return {axis: getattr(state, getter)() for axis, getter in _AXES.items()}
+
+
+def norm_of_step(result: Any) -> float | None:
+    """Return the norm that ``optimizer.step()`` has clipped by, from what it returned."""
+    if isinstance(result, tuple) and len(result) == 3 and isinstance(result[0], bool):
+        return None if result[1] is None else float(result[1])
+    return None
+
+
+def marks(parameters: Iterable[Any]) -> bool:
+    """Say whether one of ``parameters`` is Megatron's."""
+    return any(_knows(parameter) for parameter in parameters)
 
 
 def _knows(parameter: Any) -> bool:

@@ -156,3 +156,15 @@ def one_dp_rank_is_a_batch_behind(run: FaultRun) -> None:
             tensors[name] = tensors[name].flip(0).roll(1, 1).contiguous()
 
     run.on_batch(change)
+
+
+@fault(needs={"steps"}, component="data", cause="different_data")
+def the_first_batch_comes_again(run: FaultRun) -> None:
+    """The loader is made anew in every step and serves the first batch each time."""
+    seen: list[object] = []
+
+    def repeat(batch: object) -> object:
+        seen.append(batch)
+        return seen[0]
+
+    run.on_batch(repeat)

@@ -45,9 +45,7 @@ def mean_of_micro_batch_means(run: FaultRun) -> None:
     weigh(run, weight)
 
 
-@fault(
-    needs={"dp_shard", "padding"}, component="loss", axes={"dp_shard"}, cause="token_weighting"
-)
+@fault(needs={"dp_shard", "padding"}, component="loss", axes={"dp_shard"}, cause="token_weighting")
 def mean_over_each_dp_shard_ranks_own_tokens(run: FaultRun) -> None:
     """Each dp_shard rank divides by its own valid tokens, and the ranks are averaged."""
     _mean_over_own_tokens(run, "dp_shard")

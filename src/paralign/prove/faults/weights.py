@@ -49,9 +49,7 @@ def later_stages_draw_other_weights(run: FaultRun) -> None:
         piece.copy_(drawn * piece.std(unbiased=False) + piece.mean() if piece.numel() else drawn)
 
 
-@fault(
-    needs={"dp_replicate"}, component="weights", axes={"dp_replicate"}, cause="rng"
-)
+@fault(needs={"dp_replicate"}, component="weights", axes={"dp_replicate"}, cause="rng")
 def replicas_draw_other_weights(run: FaultRun) -> None:
     """Each replica draws its own weights and nothing broadcasts the first one's."""
     if run.coordinate["dp_replicate"] == 0:

@@ -257,24 +257,34 @@
   }
 
   // Relative errors on a logarithmic scale: what is above the budget is coloured as wrong.
-  function bars(values, limit, label, names) {
-    const [width, height] = [640, 90];
+  // The strip below says where most of the error is, which is where the tensor itself is large too.
+  function bars(values, shares, limit, label, names, labels) {
+    const [width, height, strip] = [640, 90, 12];
     const positive = values.filter((value) => value > 0 && Number.isFinite(value));
     const tops = [...positive, limit || 0].filter((value) => value > 0);
     const top = Math.log10(Math.max(...tops, 1e-300)) + 0.2;
     const bottom = Math.min(Math.log10(Math.min(...tops, 1e300)) - 0.5, top - 2);
     const level = (value) => height * (top - Math.log10(value)) / (top - bottom);
-    const svg = draw("svg", { viewBox: `0 0 ${width} ${height}`, class: "bars", role: "img", "aria-label": label });
-    const each = width / values.length;
+    const svg = draw("svg", { viewBox: `0 0 ${width} ${height + strip + (labels ? 18 : 0)}`, class: "bars", role: "img", "aria-label": label });
+    const each = Math.min(width / values.length, 64);
     values.forEach((value, at) => {
       const known = Number.isFinite(value);
       const y = !known ? 0 : value > 0 ? Math.min(level(value), height - 2) : height - 2;
       const wrong = !known ? "none" : limit !== null && !(value <= limit) ? "over" : "";
       const bar = draw("rect", { x: at * each + 1, y, width: Math.max(each - 2, 1), height: height - y, class: wrong });
-      const tip = draw("title", {});
-      tip.textContent = `${names[at]}: relative error ${short(value)}`;
-      bar.append(tip);
-      svg.append(bar);
+      const share = shares[at];
+      const mark = draw("rect", { x: at * each + 1, y: height + 3, width: Math.max(each - 2, 1), height: strip - 4, class: "share", opacity: 0.06 + 0.94 * Math.min(1, share / Math.max(...shares, 1)) });
+      if (labels) {
+        const text = draw("text", { x: (at + 0.5) * each, y: height + strip + 13, "text-anchor": "middle" });
+        text.textContent = labels[at];
+        svg.append(text);
+      }
+      for (const part of [bar, mark]) {
+        const tip = draw("title", {});
+        tip.textContent = `${names[at]}: relative error ${short(value)}, ${share} % of all error`;
+        part.append(tip);
+        svg.append(part);
+      }
     });
     if (limit) svg.append(draw("line", { x1: 0, x2: width, y1: level(limit), y2: level(limit) }));
     return svg;
@@ -292,22 +302,20 @@
     } else {
       parts.push(make("p", { className: "note" }, "The error is spread over all of it."));
     }
-    for (const [name, length, starts, errors] of found.dims) {
+    for (const [name, length, starts, errors, shares] of found.dims) {
       const first = starts || errors.map((_, at) => at);
       const names = first.map((start, at) => {
         const stop = (first[at + 1] === undefined ? length : first[at + 1]) - 1;
         return `${name} ${start === stop ? start : `${start}-${stop}`}`;
       });
-      parts.push(make("p", { className: "key" }, `${name}: relative error, logarithmic`));
-      parts.push(bars(errors.map(number), limit, `Relative error along ${name}`, names));
+      parts.push(make("p", { className: "key" }, `${name}: relative error, logarithmic; below, the share of all error`));
+      parts.push(bars(errors.map(number), shares, limit, `Relative error along ${name}`, names));
       parts.push(make("div", { className: "axis-ends" }, make("span", {}, "0"), make("span", {}, String(length - 1))));
     }
     if (found.ranks.length > 1) {
-      parts.push(make("p", { className: "key" }, "ranks: relative error of what each holds"));
-      const names = found.ranks.map(([rank, , part]) => `rank ${rank}, [${part.map((ends) => ends.join(":")).join(", ")}]`);
-      parts.push(bars(found.ranks.map(([, error]) => number(error)), limit, "Relative error by rank", names));
-      const ends = [found.ranks[0][0], found.ranks[found.ranks.length - 1][0]];
-      parts.push(make("div", { className: "axis-ends" }, ...ends.map((rank) => make("span", {}, `rank ${rank}`))));
+      parts.push(make("p", { className: "key" }, "ranks: relative error of what each holds; below, the share of all error"));
+      const names = found.ranks.map(([rank, , , part]) => `rank ${rank}, [${part.map((ends) => ends.join(":")).join(", ")}]`);
+      parts.push(bars(found.ranks.map(([, error]) => number(error)), found.ranks.map(([, , share]) => share), limit, "Relative error by rank", names, found.ranks.map(([rank]) => String(rank))));
     }
     return parts;
   }
@@ -362,7 +370,7 @@
     fill(tensors[at]);
     if (!dialog.open) dialog.showModal();
     dialog.scrollTop = 0;
-    detail.focus();
+    detail.focus({ preventScroll: true });
   }
 
   // Neighbours as the table shows them, whichever way this one was opened.

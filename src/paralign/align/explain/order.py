@@ -1,0 +1,68 @@
+"""Explain a comparison that failed, one cause after the other in causal order.
+
+Facts and inputs come first, then weights, module outputs, the loss, gradients, their norm, and what
+the optimizer did. What a cause that was found already explains is not reported again: a later
+number that is off is a finding of its own only if a hypothesis holds for it by itself, because then
+its proof does not rest on anything before it.
+"""
+
+from __future__ import annotations
+
+from paralign.align.explain.clip import explain_clipping
+from paralign.align.explain.context import Context
+from paralign.align.explain.gradients import explain_gradients
+from paralign.align.explain.losses import explain_loss, explain_tokens
+from paralign.align.explain.norms import explain_norm
+from paralign.align.explain.optimizer import explain_optimizer
+from paralign.align.explain.shared import one_factor
+from paralign.align.explain.weights import explain_weights
+from paralign.align.trace import Kind
+from paralign.align.verdict import Finding
+
+
+def explain(context: Context) -> list[Finding]:
+    """Return the causes of what is out of budget, in causal order.
+
+    Args:
+        context: The comparison; its ``facts`` are taken as found already.
+    """
+    context.found = list(context.facts)
+    for step in context.steps:
+        begin = len(context.found)
+        for explain_part in (
+            explain_weights,
+            explain_tokens,
+        ):
+            context.found += explain_part(context, step)
+        context.found += _loss_and_gradients(context, step)
+        context.found += explain_norm(context, step)
+        context.found += explain_clipping(context, step)
+        context.found += explain_optimizer(context, step)
+        if len(context.found) > begin:
+            break  # later steps follow from this one
+    found = context.found[len(context.facts) :]
+    for finding in found:
+        _locate(context, finding)
+    return found
+
+
+def _loss_and_gradients(context: Context, step: int) -> list[Finding]:
+    """A loss that no number explains by itself is explained by the gradients, if they are."""
+    losses = explain_loss(context, step)
+    gradients = explain_gradients(context, Kind.GRAD, step)
+    joined = one_factor(losses, gradients)
+    if joined is not None:
+        return joined
+    if gradients and any(finding.cause != "unknown" for finding in gradients):
+        losses = [finding for finding in losses if finding.cause != "unknown"]
+    elif losses:
+        gradients = [finding for finding in gradients if finding.cause != "unknown"]
+    return losses + gradients
+
+
+def _locate(context: Context, finding: Finding) -> None:
+    """Add the module that owns the tensor, and where its class is defined."""
+    if finding.where is None and finding.tensor:
+        name = finding.tensor.split(" [")[0]
+        owner = context.owners.get(name)
+        finding.where = None if owner is None else dict(owner)

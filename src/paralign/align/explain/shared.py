@@ -1,0 +1,25 @@
+"""Join findings that are one cause seen twice."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from paralign.align.verdict import Finding
+
+_FACTORS = ("constant_factor", "double_reduction")
+
+
+def one_factor(losses: Sequence[Finding], gradients: Sequence[Finding]) -> list[Finding] | None:
+    """Return one finding where the loss and all gradients are off by the same factor.
+
+    The loss is what is scaled then, and the gradients follow.
+    """
+    if len(losses) != 1 or len(gradients) != 1:
+        return None
+    loss, gradient = losses[0], gradients[0]
+    same = loss.evidence.get("factor") == gradient.evidence.get("factor")
+    if loss.cause != "constant_factor" or gradient.cause not in _FACTORS or not same:
+        return None
+    loss.evidence["gradients"] = gradient.evidence.get("tensors")
+    loss.fix += f" {gradient.evidence.get('tensors')} gradients have the same factor."
+    return [loss]

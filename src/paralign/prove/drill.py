@@ -1,0 +1,192 @@
+"""``paralign drill``: breaks a run in every known way, and sees whether the verdict says so.
+
+The reference is recorded once. All faulty runs of a config share one world of ranks; a fault that
+ends the world counts as caught by that error, and a fresh world goes on with the next.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from paralign.config.run import RunConfig
+from paralign.errors import ConfigError, RankError
+from paralign.launch import run_ranks, start_fork_server
+from paralign.prove.drill_report import DrillReport, FaultOutcome, judge_fault
+from paralign.prove.fault import Fault, only_fitting
+from paralign.prove.run import Say, check_plan, dtype_of, local_folder, reference_runs
+from paralign.requirements import require_torch
+
+CLEAN = "clean"
+
+
+def drill(
+    config: RunConfig,
+    *,
+    faults: str | Path | None = None,
+    only: Sequence[str] = (),
+    trace: str | Path | None = None,
+    timeout: float = 300.0,
+    progress: Say | None = None,
+) -> DrillReport:
+    """Inject every fault that fits ``config``, one run each, and judge what is found.
+
+    Args:
+        config: The run.
+        faults: A file with faults of the user's own (``@pa.fault``), tried besides paralign's.
+        only: Names or beginnings of names of the faults to try; empty: all.
+        trace: Folder to keep all traces in; None: each is deleted once it is judged.
+        timeout: Seconds without progress after which a run counts as hung.
+        progress: Told what is going on.
+
+    Raises:
+        ConfigError: No fault fits, or ``only`` names none.
+        ScheduleError: The plan is refused in the dtype that is compared.
+        RankError: The run without a fault fails.
+    """
+    say = progress or (lambda text: None)
+    start_fork_server("paralign.prove.drill_ranks", "paralign.prove.reference")
+    require_torch(feature="paralign drill")
+    from paralign.prove.fault_list import all_faults
+
+    dtype = dtype_of(config)
+    check_plan(config, dtype)
+    fitting, skipped = only_fitting(_chosen(all_faults(faults), only), config)
+    if not fitting:
+        lacks = sorted({lack for _, what in skipped for lack in what})
+        raise ConfigError(
+            f"none of {len(skipped)} faults fits this config, which lacks {', '.join(lacks)}. Give "
+            "an axis more than one rank, or faults of your own with --faults."
+        )
+    began = time.perf_counter()
+    with local_folder(trace) as folder:
+        runs = _Drill(config, dtype, folder, faults, timeout, say, keep=trace is not None)
+        clean, outcomes = runs.run(fitting)
+    return DrillReport(
+        config=config.model_dump(mode="json"),
+        mesh=config.mesh.model_dump(mode="json"),
+        dtype=dtype,
+        clean=clean,
+        outcomes=outcomes,
+        skipped=[(fault.name, lacks) for fault, lacks in skipped],
+        seconds=time.perf_counter() - began,
+    )
+
+
+def _chosen(faults: Sequence[Fault], only: Sequence[str]) -> list[Fault]:
+    chosen = [f for f in faults if not only or any(f.name.startswith(name) for name in only)]
+    unmatched = [name for name in only if not any(f.name.startswith(name) for f in faults)]
+    if unmatched:
+        raise ConfigError(
+            f"--only={unmatched[0]!r} is no fault and no beginning of one. `paralign drill --list` "
+            "names all."
+        )
+    return chosen
+
+
+class _Drill:
+    def __init__(
+        self,
+        config: RunConfig,
+        dtype: str,
+        folder: Path,
+        file: str | Path | None,
+        timeout: float,
+        say: Say,
+        *,
+        keep: bool,
+    ) -> None:
+        from paralign.prove.build import numerics
+
+        self._config = config
+        self._dtype = dtype
+        self._precision = numerics(dtype, config)
+        self._folder = folder
+        self._file = None if file is None else Path(file).absolute()
+        self._timeout = timeout
+        self._say = say
+        self._keep = keep
+
+    def run(self, faults: Sequence[Fault]) -> tuple[Any, list[FaultOutcome]]:
+        """Record the reference, the clean run and every fault; judge each as it is done."""
+        from paralign.prove.build import numerics
+        from paralign.prove.reference import run_reference
+
+        for name, precision in reference_runs(self._dtype):
+            self._say(f"{name} run on one device, {precision}")
+            run_ranks(
+                run_reference,
+                1,
+                self._config,
+                numerics(precision, self._config),
+                self._folder / name,
+                timeout=self._timeout,
+                on_event=lambda rank, text: None,
+            )
+        # One run is compared in this process while the ranks are at the next.
+        with ThreadPoolExecutor(max_workers=1) as judge:
+            done = self._record([CLEAN, *(fault.name for fault in faults)], judge)
+            clean, _ = done.pop(CLEAN).result()
+            outcomes = []
+            for fault in faults:
+                found = done[fault.name]
+                outcomes.append(
+                    judge_fault(fault, *found.result())
+                    if isinstance(found, Future)
+                    else FaultOutcome(fault=fault, error=found)
+                )
+        return clean, outcomes
+
+    def _record(self, names: list[str], judge: ThreadPoolExecutor) -> dict[str, Any]:
+        """Run all names, starting a new world after each one that ends it."""
+        from paralign.prove.drill_ranks import FaultDone, run_faults
+
+        done: dict[str, Any] = {}
+
+        def heard(rank: int, event: Any) -> None:
+            if isinstance(event, FaultDone):
+                done[event.name] = judge.submit(self._judge, event.name)
+                self._say(f"{len(done)} of {len(names)} runs, {event.name}")
+
+        degrees = self._config.mesh.degrees
+        while left := [name for name in names if name not in done]:
+            self._say(f"{left[0]}: {degrees.world_size} ranks, {degrees}")
+            try:
+                run_ranks(
+                    run_faults,
+                    degrees.world_size,
+                    self._config,
+                    self._precision,
+                    left,
+                    self._file,
+                    self._folder,
+                    device=self._config.device,
+                    timeout=self._timeout,
+                    describe=degrees.describe_rank,
+                    on_event=heard,
+                )
+            except (RankError, ConfigError, AssertionError) as error:
+                ended = next(name for name in left if name not in done)
+                if ended == CLEAN:
+                    raise
+                done[ended] = error
+                shutil.rmtree(self._folder / ended, ignore_errors=True)
+        return done
+
+    def _judge(self, name: str) -> tuple[Any, bool]:
+        """Return the report of a run, and whether it is the clean run to the last bit."""
+        from paralign.align import compare
+        from paralign.prove.same_trace import same_numbers
+
+        folder, truth = self._folder / name, self._folder / "truth"
+        report = compare(
+            self._folder / "reference", folder, truth=truth if truth.exists() else None
+        )
+        same = name != CLEAN and same_numbers(self._folder / CLEAN, folder)
+        if not self._keep and name != CLEAN:
+            shutil.rmtree(folder)
+        return report, same
