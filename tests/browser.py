@@ -116,7 +116,9 @@ class Page:
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
         self._call("Emulation.setDeviceMetricsOverride", **size)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
-        self._call("Emulation.setEmulatedMedia", features=[scheme])
+        still = {"name": "prefers-reduced-motion", "value": "reduce"}  # a drawing takes its time
+        self._call("Emulation.setEmulatedMedia", features=[scheme, still])
+        self._call("Performance.enable", timeDomain="threadTicks")
         self._call("Emulation.setScriptExecutionDisabled", value=not script)
         self._call("Page.navigate", url=self._url)
         self._wait_for_load()
@@ -162,9 +164,11 @@ class Page:
                 self._call("Input.dispatchKeyEvent", type="keyDown", **code, **text)
                 self._call("Input.dispatchKeyEvent", type="keyUp", **code)
                 continue
-            for char in key:
-                self._call("Input.dispatchKeyEvent", type="keyDown", key=char, text=char)
-                self._call("Input.dispatchKeyEvent", type="keyUp", key=char)
+            if len(key) > 1:
+                self._call("Input.insertText", text=key)
+                continue
+            self._call("Input.dispatchKeyEvent", type="keyDown", key=key, text=key)
+            self._call("Input.dispatchKeyEvent", type="keyUp", key=key)
 
     def click(self, selector: str) -> None:
         """Click the middle of the first element that matches, as a mouse does."""
@@ -177,6 +181,12 @@ class Page:
         for kind in ("mousePressed", "mouseReleased"):
             where = {"x": at[0], "y": at[1], "button": "left", "clickCount": 1}
             self._call("Input.dispatchMouseEvent", type=kind, **where)
+
+    def cpu_seconds(self) -> float:
+        """Return how long the page's thread has worked, whatever else the machine did."""
+        metrics = self._call("Performance.getMetrics")["metrics"]
+        [seconds] = [item["value"] for item in metrics if item["name"] == "TaskDuration"]
+        return float(seconds)
 
     def text(self, selector: str) -> str:
         found = f"document.querySelector({json.dumps(selector)}).textContent.trim()"

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from paralign.align.compare import compare as compare
-    from paralign.align.inspect import InspectReport as InspectReport
-    from paralign.align.inspect import inspect as inspect
     from paralign.align.fused import Fused as Fused
     from paralign.align.initial import load_initial as load_initial
+    from paralign.align.inspect import InspectReport as InspectReport
+    from paralign.align.inspect import inspect as inspect
     from paralign.align.record import record as record
     from paralign.align.verdict import Report as Report
     from paralign.blueprint import Batch as Batch

@@ -25,6 +25,7 @@ from paralign.commands.compare import compare
 from paralign.commands.drill import drill
 from paralign.commands.init import init
 from paralign.commands.inspect import inspect
+from paralign.commands.sweep import sweep
 from paralign.commands.terminal import forget_stdout, print_error
 from paralign.errors import ConfigError, ParalignError, RankError
 from paralign.launch import patient_threads
@@ -60,7 +61,7 @@ def build_app() -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     app.callback()(_root)
-    for command in (init, check, align, compare, inspect, drill):
+    for command in (init, check, align, compare, inspect, drill, sweep):
         app.command()(command)
     return app
 

@@ -33,6 +33,7 @@ class Yardstick(str, Enum):
 
     FP64 = "fp64"  # the reference itself, at fixed multiples of eps
     TRUTH = "truth"  # the reference's own distance from an fp64 run of the same weights and data
+    NOISE = "noise"  # the reference's distance from a second, perturbed or re-ordered run of it
     UNCALIBRATED = "uncalibrated"  # a measured table; the run at hand was not measured
 
     __str__ = str.__str__

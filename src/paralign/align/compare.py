@@ -14,11 +14,14 @@ from typing import Any
 
 from paralign.align.activation_judge import ActivationJudge
 from paralign.align.budget import EPS, Budget, Yardstick
+from paralign.align.coverage import coverage_of
 from paralign.align.error_profile import MOST_PROFILES, error_profile
 from paralign.align.explain import Context, explain
 from paralign.align.facts import fact_findings, fact_notes
 from paralign.align.judge import Compared, Judge
+from paralign.align.name_rules import NameRule
 from paralign.align.pair import Side
+from paralign.align.pairing import pair_runs
 from paralign.align.scalar_rows import ScalarJudge
 from paralign.align.trace import Kind
 from paralign.align.trace_reader import TraceReader
@@ -39,6 +42,8 @@ def compare(
     parallel: str | Path,
     *,
     truth: str | Path | None = None,
+    noise: str | Path | None = None,
+    names: NameRule = None,
     allow_skipped: bool = False,
     config: Any = None,
 ) -> Report:
@@ -51,20 +56,29 @@ def compare(
             in fp32 or bf16 may be no further from it than a small multiple of the reference's own
             distance. Without it the budget of such runs is a measured table, and the report says
             *uncalibrated*.
+        noise: Trace folder of a second run of the reference: with weights or inputs perturbed by an
+            eps, or with its sums in another order. Then the parallel run may be no further from the
+            reference than a small multiple of what this one is.
+        names: What the run under test calls parameters -> what the reference calls them, where
+            content and position do not tell: old name or pattern -> new name or
+            :class:`paralign.Fused`, or a function. ``*`` stands for any text.
         allow_skipped: Let what could not be compared not stand against ``aligned``.
         config: Anything JSON can hold, put into the report.
 
     Raises:
         TraceError: A folder is not a complete trace.
-        ConfigError: The truth is not an fp64 run, or there is one although the run is in fp64.
+        ConfigError: The truth is not an fp64 run, there is one although the run is in fp64, both
+            truth and noise are given, or ``names`` cannot be applied.
     """
     begin = time.perf_counter()
     with ExitStack() as stack:
         ours = stack.enter_context(TraceReader(reference))
         theirs = stack.enter_context(TraceReader(parallel))
         exact = None if truth is None else stack.enter_context(TraceReader(truth))
-        budget = _budget(theirs, exact)
-        report = _Comparison(ours, theirs, exact, budget, allow_skipped).report()
+        second = None if noise is None else stack.enter_context(TraceReader(noise))
+        budget = _budget(theirs, exact, second)
+        comparison = _Comparison(ours, theirs, exact, second, budget, names, allow_skipped)
+        report = comparison.report()
     report.config = config
     report.timings["compare_s"] = time.perf_counter() - begin
     return report
@@ -76,28 +90,39 @@ class _Comparison:
         reference: TraceReader,
         parallel: TraceReader,
         truth: TraceReader | None,
+        noise: TraceReader | None,
         budget: Budget,
+        names: NameRule,
         allow_skipped: bool,
     ) -> None:
         self._reference = reference
         self._parallel = parallel
         self._budget = budget
         self._allow_skipped = allow_skipped
-        traces = [trace for trace in (reference, parallel, truth) if trace is not None]
+        traces = [trace for trace in (reference, parallel, truth, noise) if trace is not None]
         self._steps = [
             step
             for step in reference.facts.steps
             if all(step in trace.facts.steps for trace in traces)
         ]
+        self._base = Side(reference)
+        self._pairing = pair_runs(
+            self._base, parallel, step=min(self._steps, default=0), names=names
+        )
+        self._side = Side(parallel, self._pairing)
         self._judge = Judge(
-            Side(reference),
-            Side(parallel),
+            self._base,
+            self._side,
             None if truth is None else Side(truth),
             budget,
             self._steps,
+            noise=None if noise is None else Side(noise),
         )
-        self._scalars = ScalarJudge(reference, parallel, truth, budget, self._steps)
-        self._activations = ActivationJudge(reference, parallel, truth, budget, self._steps)
+        self._scalars = ScalarJudge(reference, parallel, truth, budget, self._steps, noise=noise)
+        # A second run of the reference tells of outputs what a truth does.
+        self._activations = ActivationJudge(
+            reference, parallel, truth or noise, budget, self._steps
+        )
 
     def report(self) -> Report:
         self._judge.run()
@@ -106,7 +131,14 @@ class _Comparison:
         facts = fact_findings(self._reference, self._parallel)
         self._profile_failures()
         rows = self._rows()
-        coverage = self._coverage()
+        coverage = coverage_of(
+            self._reference,
+            self._parallel,
+            self._judge,
+            self._pairing,
+            self._steps,
+            self._scalars.skipped,
+        )
         findings = [*facts, *self._explain(facts)]
         verdict, why = self._decide(rows, coverage, facts)
         gated = [row for row in rows if row.budget_eps is not None and row.kind != Kind.PARAM]
@@ -121,7 +153,12 @@ class _Comparison:
             worst=max(gated, key=lambda row: (row.strain, row.eps), default=None),
             tensors=rows,
             findings=findings,
-            notes=[*fact_notes(self._reference, self._parallel), *self._activations.notes],
+            notes=[
+                *fact_notes(self._reference, self._parallel),
+                *self._pairing.notes,
+                *self._judge.notes,
+                *self._activations.notes,
+            ],
             facts={"reference": _said(self._reference), "parallel": _said(self._parallel)},
         )
 
@@ -153,49 +190,32 @@ class _Comparison:
         items += self._scalars.rows
         return [row for _, row in sorted(items, key=lambda item: item[0])]
 
-    def _coverage(self) -> Coverage:
-        skipped = [*self._scalars.skipped, *self._judge.skipped]
-        for side, trace in (("reference", self._reference), ("parallel run", self._parallel)):
-            skipped += [
-                {"name": f"step {step}", "why": f"recorded only in the {side}"}
-                for step in trace.facts.steps
-                if step not in self._steps
-            ]
-            skipped += [
-                {"name": item["name"], "why": f"not recorded by rank {index.rank}: {item['why']}"}
-                for index in trace.ranks
-                for item in index.not_recorded
-            ]
-        names = self._judge.names
-        left_out = {item["name"] for item in self._judge.skipped}
-        seen = {item.row.name for item in self._judge.compared} | self._judge.without_gradient
-        compared = seen - left_out
-        coverage = Coverage(
-            parameters=len(names),
-            compared=len(compared),
-            elements=sum(names[name] for name in compared),
-            skipped=list({tuple(item.items()): item for item in skipped}.values()),
-        )
-        coverage.paired["placement"] = len(compared)
-        return coverage
-
     def _decide(
         self, rows: list[TensorRow], coverage: Coverage, facts: list[Finding]
     ) -> tuple[str, str]:
         measured = [row for row in rows if row.kind != Kind.PARAM and row.budget_eps is not None]
         other_start = [row for row in rows if row.kind == Kind.PARAM and not row.ok]
         failing = [row for row in measured if not row.ok]
+        remaps = self._pairing.remaps
         if other_start:
+            told = f". {remaps[0]}" if remaps else ""
             return INCONCLUSIVE, (
                 f"the runs start from different weights: {len(other_start)} of "
-                f"{coverage.parameters} parameters differ, first {other_start[0].name}"
+                f"{coverage.parameters} parameters differ, first {other_start[0].name}{told}"
             )
         if self._activations.other_data is not None:
             return INCONCLUSIVE, self._activations.other_data
         if self._judge.reference_problems:
             return INCONCLUSIVE, self._judge.reference_problems[0]
+        if self._judge.largest_noise == 0.0:
+            return INCONCLUSIVE, (
+                "no budget: the noise run is the reference again, bit for bit, so it measures no "
+                "rounding. Perturb its weights by an eps, or change the order of its sums"
+            )
         if failing:
             return MISALIGNED, f"first out of budget: {_describe(failing[0])}"
+        if remaps:
+            return MISALIGNED, f"weights are not what their names say: {remaps[0]}"
         if facts:
             return MISALIGNED, f"the runs are configured differently: {facts[0].fix}"
         if not measured:
@@ -219,7 +239,10 @@ class _Comparison:
         )
         listed = [row for row in rows if row.budget_eps is None]
         if self._budget.yardstick is Yardstick.UNCALIBRATED:
-            text += "; the budget is an uncalibrated table, until the fp64 run is given as truth"
+            text += (
+                "; the budget is an uncalibrated table, until the fp64 run is given as truth or a "
+                "second run of the reference as noise"
+            )
         if listed:
             text += f"; {len(listed)} listed, not gated"
         return text
@@ -227,8 +250,8 @@ class _Comparison:
     def _explain(self, facts: list[Finding]) -> list[Finding]:
         """Name the causes of what is out of budget, after what the facts say."""
         context = Context(
-            reference=Side(self._reference),
-            parallel=Side(self._parallel),
+            reference=self._base,
+            parallel=self._side,
             compared=self._compared,
             scalars=self._scalars.rows,
             budget=self._budget,
@@ -238,13 +261,20 @@ class _Comparison:
         return explain(context)
 
 
-def _budget(parallel: TraceReader, truth: TraceReader | None) -> Budget:
+def _budget(parallel: TraceReader, truth: TraceReader | None, noise: TraceReader | None) -> Budget:
     dtype = str(parallel.facts.run.get("compute_dtype"))
     if dtype not in EPS:
         raise ConfigError(
             f"{parallel.directory}: compute_dtype={dtype!r} is not one of {', '.join(EPS)}. "
             "Name it with pa.record(..., facts={'compute_dtype': ...})."
         )
+    if truth is not None and noise is not None:
+        raise ConfigError(
+            f"truth={str(truth.directory)!r} and noise={str(noise.directory)!r} are two ways to "
+            "measure the same. Give one of them; the truth is the sharper one."
+        )
+    if noise is not None:
+        return _noise_budget(dtype, noise)
     if truth is None:
         fixed = dtype == "float64"
         return Budget(dtype, Yardstick.FP64 if fixed else Yardstick.UNCALIBRATED)
@@ -259,6 +289,20 @@ def _budget(parallel: TraceReader, truth: TraceReader | None) -> Budget:
             f"{truth.facts.run.get('compute_dtype')}. Record the reference run in float64 for it."
         )
     return Budget(dtype, Yardstick.TRUTH)
+
+
+def _noise_budget(dtype: str, noise: TraceReader) -> Budget:
+    if dtype == "float64":
+        raise ConfigError(
+            f"noise={str(noise.directory)!r} is for runs in fp32 or bf16; this one is in fp64, "
+            "where the budget is fixed. Leave noise out."
+        )
+    if (other := noise.facts.run.get("compute_dtype")) != dtype:
+        raise ConfigError(
+            f"noise={str(noise.directory)!r} was computed in {other}, the run under test in "
+            f"{dtype}. Record the second reference run in {dtype}."
+        )
+    return Budget(dtype, Yardstick.NOISE)
 
 
 def _describe(row: TensorRow) -> str:

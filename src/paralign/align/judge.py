@@ -6,12 +6,21 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from paralign.align.amplify import amplified_noise
 from paralign.align.budget import EPS, FP64_TENSOR, Budget, Yardstick
-from paralign.align.measure import Measured, are_bitwise_equal, measure, relative_distance
+from paralign.align.measure import (
+    Measured,
+    are_bitwise_equal,
+    count_unequal,
+    measure,
+    relative_distance,
+)
 from paralign.align.pair import UPDATE, Moment, Quantity, Side
+from paralign.align.places import PLACEMENT, own_name
 from paralign.align.trace import TOKEN_KINDS, Kind
-from paralign.align.verdict import EXACT, ORDINARY, ZERO_IN_THEORY, TensorRow
+from paralign.align.verdict import DISCRETE, EXACT, ORDINARY, ZERO_IN_THEORY, TensorRow
 
 # Replicas of one reference that differ by more are no reference, whatever the budget rests on.
 _LOOSE_EPS = 1e3
@@ -54,6 +63,7 @@ class Judge:
         truth: An fp64 run of the same weights and data, or None.
         budget: The tolerances.
         steps: The steps that both sides recorded.
+        noise: A second, perturbed or re-ordered run of the reference, or None.
     """
 
     def __init__(
@@ -63,18 +73,24 @@ class Judge:
         truth: Side | None,
         budget: Budget,
         steps: Sequence[int],
+        *,
+        noise: Side | None = None,
     ) -> None:
         self._reference = reference
         self._parallel = parallel
         self._truth = truth
+        self._noise = noise
         self._budget = budget
         self._steps = steps
         self.compared: list[Compared] = []
         self.skipped: list[dict[str, str]] = []
         self.reference_problems: list[str] = []
+        self.notes: list[str] = []
         self.names: dict[str, int] = {}
         """Every parameter seen and its number of elements."""
         self.without_gradient: set[str] = set()
+        self.largest_noise: float | None = None
+        """Of the gradients that the reference's second run measured."""
         self._zero_names: set[str] = set()
         self._global_norm: dict[int, float] = {}
         self._parameter_norm: dict[tuple[int, str], tuple[float, float]] = {}
@@ -88,6 +104,8 @@ class Judge:
                 for side, has in (("reference", moment in ours), ("parallel run", moment in theirs))
                 if not has
             ]
+            if moment.kind == Kind.MICRO_GRAD:
+                continue  # summands: what they add up to is compared
             if missing:
                 self._skip(str(moment), f"not recorded in the {missing[0]}")
             elif moment.kind == Kind.PARAM:
@@ -119,10 +137,48 @@ class Judge:
             if not side.is_present and not reference.is_present:
                 self.without_gradient.add(name)  # frozen or unused on both sides: equal
                 continue
-            own = None
-            if self._truth is not None:
-                own = relative_distance(reference, base)
-            yield _Pair(name, side, reference, base, measure(side, base), own)
+            if _is_discrete(side) and _is_discrete(base):
+                self._compare_discrete(moment, name, side, base)
+                continue
+            yield _Pair(
+                name, side, reference, base, measure(side, base), self._own(moment, name, sides)
+            )
+
+    def _own(
+        self, moment: Moment, name: str, sides: tuple[Quantity, Quantity, Quantity]
+    ) -> float | None:
+        """Return how far the reference is from the truth, or from its own second run."""
+        _, reference, base = sides
+        if self._truth is not None:
+            return relative_distance(reference, base)
+        if self._noise is None:
+            return None
+        second = self._noise.quantity(moment, name)
+        assert second is not None, "a comparison is complete"
+        distance = relative_distance(second, reference)
+        if moment.kind == Kind.GRAD:
+            self.largest_noise = max(self.largest_noise or 0.0, distance)
+        return distance
+
+    def _compare_discrete(self, moment: Moment, name: str, side: Quantity, base: Quantity) -> None:
+        """Whole numbers and choices are equal, or what differs is counted.
+
+        In fp64 a choice that flips is a mistake. In less precise dtypes near ties may fall either
+        way, so there the number of them is told, and not held against the run.
+        """
+        measured = Measured(count_unequal(side, base))
+        exact = self._budget.yardstick is Yardstick.FP64
+        row = self._row(moment, name, measured, DISCRETE, 0.0, self._budget.eps)
+        row.rel_l2 = measured.total.error / max(measured.total.elements, 1)
+        row.eps, row.cosine, row.scale = row.rel_l2 / self._budget.eps, None, None
+        row.ok = not exact or measured.total.error == 0.0
+        row.budget_eps = 0.0 if exact else None
+        if measured.total.error:
+            self.notes.append(
+                f"{moment}: {measured.total.error:.0f} of {measured.total.elements} values of "
+                f"{name} differ"
+            )
+        self.compared.append(Compared(moment, row, side, base, measured, 0.0 if exact else None))
 
     def _all_names(self, moment: Moment) -> list[str]:
         names = [*self._reference.names(moment), *self._parallel.names(moment)]
@@ -133,12 +189,16 @@ class Judge:
         roles = [("parallel run", self._parallel), ("reference", self._reference)]
         if self._truth is not None:
             roles.append(("truth", self._truth))
+        if self._noise is not None and moment.kind != Kind.PARAM:
+            roles.append(("noise run", self._noise))
         quantities: list[Quantity] = []
         for role, side in roles:
             quantity = side.quantity(moment, name)
             if quantity is None:
                 self.names.setdefault(name, 0)
-                self._skip(name, f"{moment}: not in the {role}")
+                why = self._unpaired.get(name)
+                told = f" ({why})" if why and role == "reference" else ""
+                self._skip(name, f"{moment}: not in the {role}{told}")
                 return None
             quantities.append(quantity)
             self.names.setdefault(name, math.prod(quantity.shape))
@@ -153,7 +213,7 @@ class Judge:
             )
             self._skip(name, f"{moment}: shape {told}")
             return None
-        return quantities[0], quantities[1], quantities[-1]
+        return quantities[0], quantities[1], quantities[1 if self._truth is None else 2]
 
     def _compare_initial(self, moment: Moment) -> None:
         for name in self._all_names(moment):
@@ -161,7 +221,7 @@ class Judge:
             if sides is None:
                 continue
             side, reference, base = sides
-            equal = are_bitwise_equal(side, reference) and (
+            equal = (self._is_known_equal(side) or are_bitwise_equal(side, reference)) and (
                 self._truth is None or are_bitwise_equal(base, reference)
             )
             measured = Measured() if equal else measure(side, reference)
@@ -171,6 +231,15 @@ class Judge:
                 row.cosine = row.scale = 1.0
             item = Compared(moment, row, side, reference, measured, 0.0)
             self.compared.append(item)
+
+    def _is_known_equal(self, side: Quantity) -> bool:
+        """Whether pairing has seen every piece to be equal to the reference's."""
+        pairing = self._parallel.pairing
+        return pairing is not None and all(
+            (piece.rank, own_name(term.entry)) in pairing.equal
+            for piece in side.pieces
+            for term in piece.terms
+        )
 
     def _check_reference_replicas(self, moment: Moment, pair: _Pair) -> None:
         """A reference whose own replicas disagree cannot be what a run is held against."""
@@ -282,6 +351,7 @@ class Judge:
             category=category,
             worst_values=total.worst_values,
             share_beyond=total.beyond / total.elements if total.elements else 0.0,
+            paired_by=self.paired_by(name),
         )
         if not row.ok and tolerance is not None:
             limit = tolerance * total.base
@@ -292,9 +362,22 @@ class Judge:
             ]
         return row
 
+    def paired_by(self, name: str) -> str:
+        """Return how a tensor of the reference was found in the run."""
+        pairing = self._parallel.pairing
+        return PLACEMENT if pairing is None else pairing.paired_by.get(name, PLACEMENT)
+
+    @property
+    def _unpaired(self) -> dict[str, str]:
+        return {} if self._parallel.pairing is None else self._parallel.pairing.unpaired
+
     def _skip(self, name: str, why: str) -> None:
         self.skipped.append({"name": name, "why": why})
 
 
 def _dtype(quantity: Quantity) -> str:
-    return quantity.pieces[0].terms[0][1].dtype
+    return quantity.pieces[0].terms[0].entry.dtype
+
+
+def _is_discrete(quantity: Quantity) -> bool:
+    return not getattr(torch, _dtype(quantity)).is_floating_point

@@ -167,6 +167,24 @@ def unequal_pieces(side: Quantity, base: Quantity, *, first_only: bool = False) 
     return unequal
 
 
+def count_unequal(side: Quantity, base: Quantity) -> Distance:
+    """Count the elements of whole-number tensors that differ: ``error`` is how many do."""
+    total = Distance()
+    for pieces in side.replicas.values():
+        for box in _parts(pieces[0]):
+            r = base.fetch(box)
+            values = [piece.read(box) for piece in pieces]
+            differs = torch.stack([x != r for x in values])
+            total.elements += r.numel()
+            total.error += float(differs.any(dim=0).sum())
+            if total.worst_index is None and bool(differs.any()):
+                which, *index = (int(at) for at in differs.nonzero()[0])
+                shifted = zip(box.start, index, strict=True)
+                total.worst_index = tuple(first + at for first, at in shifted)
+                total.worst_values = float(r[tuple(index)]), float(values[which][tuple(index)])
+    return total
+
+
 def compare_parts(x: Tensor, r: Tensor, box: Box) -> Distance:
     """Measure one part, given in fp64. ``box`` says where it lies in the global tensor."""
     if torch.equal(x, r):

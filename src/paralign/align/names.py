@@ -98,7 +98,8 @@ def named_parameters(
                     "keep global names; record each chunk with the names of the whole model"
                 )
             for new in rules.of(old_name):
-                names_of_part = known.names.setdefault(new.part, [])
+                number = -1 if new.part is None else new.part.index
+                _, names_of_part = known.names.setdefault(number, (new.part, []))
                 if new.name not in names_of_part:
                     names_of_part.append(new.name)
     problems = sorted(set(clashes))
@@ -120,7 +121,7 @@ def named_parameters(
             part=part,
         )
         for item in found.values()
-        for part, names_of_part in item.names.items()
+        for part, names_of_part in item.names.values()
     ]
 
 
@@ -131,7 +132,8 @@ class _Found:
     owner_name: str
     source: str
     flat: FlatPart | None
-    names: dict[FusedPart | None, list[str]] = field(default_factory=dict)
+    names: dict[int, tuple[FusedPart | None, list[str]]] = field(default_factory=dict)
+    """By the number of the part (-1: all of it), the part and its names."""
 
 
 _Walked = tuple[str, nn.Parameter, nn.Module, str, FlatPart | None]

@@ -28,7 +28,7 @@ from paralign.align.positions import Item, Positions
 from paralign.align.regions import as_map, held_parts
 from paralign.align.trace import Kind, TensorEntry
 from paralign.align.trace_reader import TraceReader
-from paralign.layout import Box
+from paralign.layout import Box, Interval
 
 
 def pair_runs(
@@ -107,10 +107,10 @@ class _Pairer:
             for piece in own.pieces:
                 for term in piece.terms:
                     key = (piece.rank, own_name(term.entry))
-                    is_pending = len(piece.terms) > 1 or bool(term.entry.partial_over)
-                    pieces[key] = pieces.get(key, True) and (is_pending or piece not in unequal)
+                    pieces[key] = pieces.get(key, True) and piece not in unequal
         for item in self._items:
-            item.is_equal = pieces.get(item.key, False)
+            # Summands are no values: what they add up to is compared under their name.
+            item.is_equal = pieces.get(item.key, False) or bool(item.entry.partial_over)
         self._pairing.equal |= {key for key, is_equal in pieces.items() if is_equal}
 
     def _is_elsewhere(self, item: Item) -> bool:
@@ -164,6 +164,7 @@ class _Pairer:
         elif is_named and item.claimed in names and not self._is_in_place(item, match.parts):
             # The right tensor, but other parts of it than its map says.
             mismatches.append(Mismatch(item.rank, item.own, item.claimed, item.claimed, True))
+        self._pairing.equal.discard(item.key)
         self._pairing.found[item.key] = tuple(
             Place(names[part.name], self._shapes[part.name], as_map(part.box), part.lens, True)
             for part in match.parts
@@ -238,14 +239,18 @@ def _rows_of(base: Quantity, dtype: torch.dtype) -> ReadRows:
     def read(first: int, last: int) -> Tensor:
         boxes = flat_boxes(base.shape, first * stack.columns, last * stack.columns)
         rows = [
-            base.fetch(Box((), tuple(start for start, _ in flat.intervals), flat.shape))
-            .reshape(-1, stack.columns)
-            .to(dtype)
+            base.fetch(_as_box(flat.intervals)).reshape(-1, stack.columns).to(dtype)
             for flat in boxes
         ]
         return torch.cat(rows)
 
     return read
+
+
+def _as_box(intervals: Sequence[Interval]) -> Box:
+    """Return the box with these intervals."""
+    start = tuple(first for first, _ in intervals)
+    return Box(start, start, tuple(last - first for first, last in intervals))
 
 
 def _stored_rows(

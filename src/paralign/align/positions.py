@@ -308,6 +308,7 @@ class Positions:
 
     def _set(self, item: Item, places: Sequence[Place]) -> None:
         del self._unplaced[item.key]
+        self._pairing.equal.discard(item.key)
         self._pairing.found[item.key] = tuple(places)
         for place in places:
             self._pairing.paired_by.setdefault(place.name, POSITION)
@@ -323,7 +324,7 @@ class Positions:
             why = "nothing in the reference has its values at start"
         else:
             why = "its values cannot be looked for"
-        self._pairing.unpaired.setdefault(item.own, f"{why}. Say which it is with names=")
+        self._pairing.unpaired.setdefault(item.claimed, f"{why}. Say which it is with names=")
 
     def _note_modules(self) -> None:
         """Say which module of the reference each module is, where its weights are of one."""

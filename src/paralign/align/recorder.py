@@ -100,12 +100,13 @@ class Recorder:
 
     @property
     def disk_bytes(self) -> int:
-        """Bytes that this rank will need on disk for parameters and gradients before clipping.
+        """Bytes that this rank will need at most on disk for parameters and gradients.
 
         What optimizers and modules hold is not known before the run.
         """
         steps = self._stop_at - self._first
-        kinds = ("params" in self._what) * (steps + 1) + ("grads" in self._what) * steps
+        # Gradients before clipping and after it.
+        kinds = ("params" in self._what) * (steps + 1) + ("grads" in self._what) * 2 * steps
         return self._pieces.local_bytes * kinds
 
     def start(self) -> Recorder:

@@ -24,6 +24,7 @@ class ScalarJudge:
         truth: An fp64 run of the same weights and data, or None.
         budget: The tolerances.
         steps: The steps that all of them recorded.
+        noise: A second run of the reference, or None.
     """
 
     def __init__(
@@ -33,10 +34,13 @@ class ScalarJudge:
         truth: TraceReader | None,
         budget: Budget,
         steps: Sequence[int],
+        *,
+        noise: TraceReader | None = None,
     ) -> None:
         self._reference = reference
         self._parallel = parallel
         self._truth = truth
+        self._noise = noise
         self._budget = budget
         self._steps = steps
         self.rows: list[tuple[Moment, TensorRow]] = []
@@ -150,7 +154,9 @@ class ScalarJudge:
     ) -> TensorRow:
         """Add the row of the value that is furthest off; every rank's counts."""
         base = reference if truth is None else truth
-        own = None if truth is None else _relative(reference, truth)
+        own = self._noise_of(step, kind, reference)
+        if truth is not None:
+            own = _relative(reference, truth)
         relative, value = max(
             ((_relative(value, base), value) for value in values),
             key=lambda pair: math.inf if math.isnan(pair[0]) else pair[0],
@@ -172,6 +178,18 @@ class ScalarJudge:
         )
         self.rows.append((Moment.of(step, kind), row))
         return row
+
+    def _noise_of(self, step: int, kind: str, reference: float) -> float | None:
+        """Return how far the reference's second run is from it; no run tells nothing."""
+        if self._noise is None:
+            return None
+        second: float | None = None
+        if kind == "loss":
+            loss = step_loss(self._noise, step)
+            second = None if loss is None else loss.values[0]
+        elif norms := step_norms(self._noise, step):
+            second = norms[0]
+        return 0.0 if second is None else _relative(second, reference)
 
     def _skip(self, step: int, name: str, why: str) -> None:
         self.skipped.append({"name": name, "why": f"step {step}: {why}"})

@@ -18,6 +18,7 @@ _EXIT_STATUS = {ALIGNED: 0, MISALIGNED: 1, INCONCLUSIVE: 4}
 ORDINARY = "ordinary"
 ZERO_IN_THEORY = "zero_in_theory"
 EXACT = "exact"
+DISCRETE = "discrete"
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -16,6 +17,7 @@ from paralign.commands.options import (
     check_not_both,
 )
 from paralign.commands.report import check_outputs, deliver
+from paralign.errors import ConfigError
 
 
 def compare(
@@ -27,6 +29,22 @@ def compare(
             metavar="REF64",
             help="Trace of the reference in float64: PAR may be no further from it than a small "
             "multiple of what REF is.",
+        ),
+    ] = None,
+    noise: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="REF2",
+            help="Trace of a second run of the reference, perturbed by an eps or with its sums in "
+            "another order: PAR may be no further from REF than a small multiple of what REF2 is.",
+        ),
+    ] = None,
+    rename: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="OLD=NEW",
+            help="What PAR calls OLD is what REF calls NEW, where content does not tell; * stands "
+            "for any text. May be given several times.",
         ),
     ] = None,
     json: JsonFile = None,
@@ -43,5 +61,26 @@ def compare(
     check_outputs(json=json, junit=junit, html=html)
     from paralign.align.compare import compare as compare_traces  # imports torch
 
-    report = compare_traces(reference, parallel, truth=truth)
+    report = compare_traces(
+        reference, parallel, truth=truth, noise=noise, names=_names(rename or ())
+    )
     return deliver(report, json=json, junit=junit, html=html, quiet=quiet, verbose=verbose)
+
+
+def _names(renames: Sequence[str]) -> dict[str, str] | None:
+    """Turn ``OLD=NEW`` into a table.
+
+    Raises:
+        ConfigError: One of them is not of this form, or a name is given twice; all are listed.
+    """
+    names: dict[str, str] = {}
+    problems = []
+    for text in renames:
+        old, equals, new = text.partition("=")
+        if not (old and equals and new):
+            problems.append(f"--rename {text!r} is not OLD=NEW")
+        elif names.setdefault(old, new) != new:
+            problems.append(f"--rename gives {old!r} two names: {names[old]!r} and {new!r}")
+    if problems:
+        raise ConfigError.from_problems("cannot rename", problems)
+    return names or None

@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from paralign.config.run import RunConfig
-from paralign.errors import ConfigError, RankError
+from paralign.errors import ConfigError, ParalignError
 from paralign.launch import run_ranks, start_fork_server
 from paralign.prove.drill_report import DrillReport, FaultOutcome, judge_fault
 from paralign.prove.fault import Fault, only_fitting
+from paralign.prove.one_world import RunDone, run_many
 from paralign.prove.run import Say, check_plan, dtype_of, local_folder, reference_runs
 from paralign.requirements import require_torch
 
@@ -142,39 +143,38 @@ class _Drill:
         return clean, outcomes
 
     def _record(self, names: list[str], judge: ThreadPoolExecutor) -> dict[str, Any]:
-        """Run all names, starting a new world after each one that ends it."""
-        from paralign.prove.drill_ranks import FaultDone, run_faults
+        """Run all names; return the future verdict, or the error that ended the run."""
+        from paralign.prove.drill_ranks import run_faults
 
         done: dict[str, Any] = {}
 
-        def heard(rank: int, event: Any) -> None:
-            if isinstance(event, FaultDone):
-                done[event.name] = judge.submit(self._judge, event.name)
-                self._say(f"{len(done)} of {len(names)} runs, {event.name}")
+        def finished(run: RunDone) -> bool:
+            done[run.name] = judge.submit(self._judge, run.name)
+            self._say(f"{len(done)} of {len(names)} runs, {run.name}")
+            return True
+
+        def failed(name: str, error: ParalignError) -> None:
+            if name == CLEAN:
+                raise error
+            done[name] = error
+            shutil.rmtree(self._folder / name, ignore_errors=True)
 
         degrees = self._config.mesh.degrees
-        while left := [name for name in names if name not in done]:
-            self._say(f"{left[0]}: {degrees.world_size} ranks, {degrees}")
-            try:
-                run_ranks(
-                    run_faults,
-                    degrees.world_size,
-                    self._config,
-                    self._precision,
-                    left,
-                    self._file,
-                    self._folder,
-                    device=self._config.device,
-                    timeout=self._timeout,
-                    describe=degrees.describe_rank,
-                    on_event=heard,
-                )
-            except (RankError, ConfigError, AssertionError) as error:
-                ended = next(name for name in left if name not in done)
-                if ended == CLEAN:
-                    raise
-                done[ended] = error
-                shutil.rmtree(self._folder / ended, ignore_errors=True)
+        self._say(f"{len(names)} runs on {degrees.world_size} ranks, {degrees}")
+        run_many(
+            run_faults,
+            names,
+            degrees.world_size,
+            self._config,
+            self._precision,
+            self._file,
+            self._folder,
+            device=self._config.device,
+            timeout=self._timeout,
+            describe=degrees.describe_rank,
+            on_done=finished,
+            on_failed=failed,
+        )
         return done
 
     def _judge(self, name: str) -> tuple[Any, bool]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from paralign.prove.build import Numerics
 from paralign.prove.fault import Fault
 from paralign.prove.fault_list import all_faults
 from paralign.prove.fault_run import FaultRun
+from paralign.prove.one_world import RunDone
 from paralign.prove.own_program import OwnProgram, build_own_program, record_own_program
 from paralign.prove.parallel import build_program, run_of
 from paralign.prove.steps import record_steps
@@ -26,22 +27,15 @@ from paralign.prove.steps import record_steps
 CLEAN = "clean"
 
 
-@dataclass(frozen=True)
-class FaultDone:
-    """Told by rank 0 when every rank has recorded a run."""
-
-    name: str
-
-
 def run_faults(
-    config: RunConfig, precision: Numerics, names: list[str], file: Path | None, folder: Path
+    names: Sequence[str], config: RunConfig, precision: Numerics, file: Path | None, folder: Path
 ) -> None:
     """Record one run for each name, in one world; ``clean`` has no fault.
 
     Args:
+        names: Faults, in order.
         config: The run.
         precision: Its dtypes.
-        names: Faults, in order.
         file: The user's faults, besides those that paralign has.
         folder: Each run's trace goes into a folder of its name.
     """
@@ -53,7 +47,7 @@ def run_faults(
         gc.collect()
         dist.barrier()
         if dist.get_rank() == 0:
-            report_event(FaultDone(name))
+            report_event(RunDone(name))
 
 
 def _run_one(

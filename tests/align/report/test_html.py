@@ -38,7 +38,8 @@ class Reader(HTMLParser):
 
 def plain(page: str) -> str:
     """Return the page's text without its script, style and data, on one line."""
-    body = re.sub(r"(?s)<(script|style)\b.*?</\1>", "", page).replace("<wbr>", "")
+    [main] = re.findall(r"(?s)<main.*</main>", page)
+    body = re.sub(r"(?s)<(script|style)\b.*?</\1>", "", main).replace("<wbr>", "")
     return " ".join(html.unescape(re.sub(r"<[^>]+>", " ", body)).split())
 
 

@@ -9,6 +9,7 @@ from rich.console import Console
 from paralign.align import Report, compare
 from paralign.align.report.terminal import print_report
 from paralign.align.trace import Kind
+from tests.align.report.reports import finding
 from tests.align.synthetic import toy_step, write_trace
 
 
@@ -49,19 +50,39 @@ def test_no_colour_and_no_markup_outside_of_a_terminal(tmp_path: Path) -> None:
 
 
 def test_worst_tensors_come_first_with_their_worst_element(tmp_path: Path) -> None:
-    report = report_of(tmp_path, wrong())
-    text = shown(report)
+    text = shown(report_of(tmp_path, wrong()))
     lines = text.splitlines()
     assert lines[0].startswith("MISALIGNED")
-    assert "1. reduction: constant_factor" in text
-    flowing = " ".join(text.split())
-    assert "The factor is the size of dp=2 or of cp=2." in flowing
-    assert "To tell them apart: run again with only one of cp, dp changed" in flowing
     first = next(i for i, line in enumerate(lines) if line.startswith("grad"))
     assert "4.5e+15" in lines[first]
     assert lines[first + 1].strip().startswith("at [")
     assert ", rank 0, 1, 2, 3" in lines[first + 1]
     assert max(map(len, lines)) <= 100
+
+
+def test_findings_come_with_all_that_helps_to_act_on_them(tmp_path: Path) -> None:
+    report = report_of(tmp_path, wrong())
+    report.findings = [finding(), finding(cause="stale", axes=[], separate_by=None, candidates=[])]
+    text = shown(report)
+    assert "1. reduction: missing_reduction over cp  norm.weight" in text
+    assert "2. reduction: stale  norm.weight" in text
+    first, second = text.split("2. reduction")
+    lines = [line.strip() for line in first.splitlines()]
+    assert "Fold cp into the FSDP mesh." in lines
+    assert "It belongs to norm, a RMSNorm (model.py:31)." in lines
+    assert "It may be any of: cp=2, dp_shard=2." in lines
+    assert "To tell them apart: run again with cp=4." in lines
+    assert "Taken out, 4.5e+15 eps become 2." in lines
+    assert "It may be any of" not in second
+    assert "To tell them apart" not in second
+
+
+def test_a_row_says_where_in_the_tensor_it_is_off(tmp_path: Path) -> None:
+    step = toy_step()
+    grad = step[Kind.GRAD, "embed.weight"].clone()
+    grad[5] += 1.0
+    text = shown(report_of(tmp_path, {**step, (Kind.GRAD, "embed.weight"): grad}))
+    assert "row 5 of 7 holds 99% of the error" in " ".join(text.split())
 
 
 def test_ten_rows_by_default_and_all_on_request(tmp_path: Path) -> None:

@@ -1,57 +1,75 @@
 """What the numbers cannot tell apart: factors that several sizes could give, and their names.
 
-A candidate is one line of text that people and programs read: ``CAUSE over AXIS x AXIS``, followed
-by what it would mean. A cause that sits on no axis has no ``over``.
+A candidate is one line that people and programs read:
+``COMPONENT/CAUSE over AXIS x AXIS: MEANING``. A cause that sits on no axis has no ``over``.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
 from itertools import combinations
+from typing import NamedTuple
 
 from paralign.align.explain.context import NUM_MICROBATCHES
 from paralign.align.verdict import Finding
 
 _LARGEST_FACTOR = 64
-_CANDIDATE = re.compile(r"(?P<cause>[a-z_]+)(?: over (?P<axes>\w+(?: x \w+)*))?(?:: .*)?")
+_CANDIDATE = re.compile(
+    r"(?P<component>[a-z]+)/(?P<cause>[a-z_]+)(?: over (?P<axes>\w+(?: x \w+)*))?(?:: .*)?"
+)
 
 
-def candidate(cause: str, axes: Sequence[str] = (), meaning: str = "") -> str:
-    """Write one candidate."""
-    over = f" over {' x '.join(axes)}" if axes else ""
-    return f"{cause}{over}{f': {meaning}' if meaning else ''}"
+class Candidate(NamedTuple):
+    """One of several explanations of the same numbers."""
+
+    component: str
+    cause: str
+    axes: tuple[str, ...] = ()
+    meaning: str = ""
+
+    def __str__(self) -> str:
+        over = f" over {' x '.join(self.axes)}" if self.axes else ""
+        meaning = f": {self.meaning}" if self.meaning else ""
+        return f"{self.component}/{self.cause}{over}{meaning}"
 
 
-def read_candidate(text: str) -> tuple[str, frozenset[str]]:
-    """Return the cause and the axes that a candidate names.
+def read_candidate(text: str) -> Candidate:
+    """Return the candidate that a line of a report names.
 
     Raises:
         ValueError: The text is no candidate.
     """
     match = _CANDIDATE.fullmatch(text)
     if match is None:
-        raise ValueError(f"{text!r} is not a candidate: CAUSE over AXIS x AXIS: MEANING")
+        raise ValueError(f"{text!r} is not a candidate: COMPONENT/CAUSE over AXIS x AXIS: MEANING")
     axes = match["axes"]
-    return match["cause"], frozenset(axes.split(" x ")) if axes else frozenset()
+    return Candidate(match["component"], match["cause"], tuple(axes.split(" x ")) if axes else ())
 
 
-def names_cause(finding: Finding, cause: str) -> bool:
-    """Whether a finding names ``cause``, or lists it where it says which run would decide."""
-    if finding.cause == cause:
-        return True
-    listed = {read_candidate(text)[0] for text in finding.candidates}
-    return finding.separate_by is not None and cause in listed
+def meanings(finding: Finding) -> list[Candidate]:
+    """Return everything that a finding may mean.
+
+    That is what it names, and its candidates where it also says which run would decide.
+    """
+    named = [Candidate(finding.component, finding.cause, tuple(finding.axes))]
+    if finding.separate_by is None:
+        return named
+    return named + [read_candidate(text) for text in finding.candidates]
 
 
-def names_axes(finding: Finding, axes: Sequence[str]) -> bool:
-    """Whether a finding names exactly ``axes``, or lists them where a run would decide."""
-    if set(finding.axes) == set(axes):
-        return True
-    listed = [read_candidate(text)[1] for text in finding.candidates]
-    return finding.separate_by is not None and frozenset(axes) in listed
+def names_place(finding: Finding, component: str, axes: Iterable[str]) -> bool:
+    """Whether a finding names this component and exactly these axes, perhaps as a candidate."""
+    wanted = component, frozenset(axes)
+    return any((m.component, frozenset(m.axes)) == wanted for m in meanings(finding))
+
+
+def names_cause(finding: Finding, component: str, axes: Iterable[str], cause: str) -> bool:
+    """Whether a finding names this cause at this place, perhaps as a candidate."""
+    wanted = component, frozenset(axes), cause
+    return any((m.component, frozenset(m.axes), m.cause) == wanted for m in meanings(finding))
 
 
 def simple_factor(scale: float) -> Fraction | None:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import combinations
+from typing import NamedTuple
 
 from paralign.align.budget import Budget
 from paralign.align.judge import Compared
@@ -38,6 +39,8 @@ class Context:
     budget: Budget
     steps: Sequence[int]
     facts: Sequence[Finding] = ()
+    recipes: list[Recipe] = field(default_factory=list)
+    """How gradients were put together, as far as it was found out."""
     found: list[Finding] = field(default_factory=list)
     """Findings so far, in causal order; the first ones may be why later numbers are off."""
 
@@ -95,6 +98,26 @@ class Context:
         return rows[0] if rows else None
 
 
+@dataclass(frozen=True)
+class Recipe:
+    """How a tensor is put together: per contribution its weight."""
+
+    labels: tuple[Label, ...]
+    right: tuple[float, ...]
+    """Weights that give the reference."""
+    made: Mapping[int, tuple[float, ...]]
+    """Per rank, the weights that give what it holds."""
+    left: float
+    """Relative error that both sets of weights leave on the whole tensor."""
+
+
+class Label(NamedTuple):
+    """Whose contribution it is."""
+
+    rank: int
+    micro_batch: int
+
+
 class MeshAxes:
     """Axes of a run, as its ranks describe them.
 
@@ -149,6 +172,22 @@ class MeshAxes:
     def degree(self, axes: Sequence[str]) -> int:
         """Return how many ranks a group over ``axes`` has."""
         return math.prod(self.sizes[axis] for axis in axes)
+
+    def coordinates_that_tell(
+        self, some: Sequence[int], everyone: Sequence[int]
+    ) -> tuple[str, ...]:
+        """Return the smallest set of axes whose coordinates tell ``some`` from ``everyone``.
+
+        Empty if there is nothing to tell: all of them, or none.
+        """
+        chosen, rest = set(some), set(everyone) - set(some)
+        if not chosen or not rest:
+            return ()
+        for axes in self.subsets():
+            others = [axis for axis in self.live if axis not in axes]
+            if not any(set(self.peers(rank, others)) & rest for rank in chosen):
+                return axes
+        return tuple(self.live)
 
     def axes_of(self, ranks: Sequence[int]) -> tuple[str, ...]:
         """Return the smallest set of axes along which ``ranks`` differ from each other."""

@@ -10,13 +10,13 @@ weights inverse to the number of tokens are a mean of means.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from paralign.align.explain.context import Context
+from paralign.align.explain.context import Context, Label, Recipe
 from paralign.align.explain.proof import (
     Held,
     Mix,
@@ -27,7 +27,7 @@ from paralign.align.explain.proof import (
     parts_of,
     proves,
 )
-from paralign.align.explain.weights_of import Label, read_weights
+from paralign.align.explain.weights_of import read_weights
 from paralign.align.judge import Compared
 from paralign.align.pair import Piece, Side, Term
 from paralign.align.trace import Kind
@@ -56,27 +56,43 @@ class Contribution:
         return whole
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """How a tensor is put together: per contribution its weight, on one rank."""
-
-    labels: tuple[Label, ...]
-    right: tuple[float, ...]
-    """Weights that give the reference."""
-    made: Mapping[int, tuple[float, ...]]
-    """Per rank, the weights that give what it holds."""
-    left: float
-    """Relative error that both sets of weights leave on the whole tensor."""
-
-
 def find_recipe(context: Context, item: Compared) -> Recipe | None:
     """Return the weights of the contributions to ``item``; None where they are not determined."""
     if limit_of(item) is None or item.moment.kind != Kind.GRAD:
         return None
     for side in (context.parallel, context.reference):
-        recipe = _recipe_of(item, _contributions(side, item))
+        contributions = _contributions(side, item)
+        recipe = _recipe_of(item, contributions) or _known_recipe(context, item, contributions)
         if recipe is not None:
+            context.recipes.append(recipe)
             return recipe
+    return None
+
+
+def _known_recipe(
+    context: Context, item: Compared, contributions: Sequence[Contribution]
+) -> Recipe | None:
+    """Return the recipe of another tensor if it fits: a small one does not determine its own."""
+    labels = tuple(contribution.label for contribution in contributions)
+    limit = limit_of(item) or 0.0
+    members = [[column] for column in range(len(labels))]
+    for recipe in context.recipes if labels else []:
+        if recipe.labels != labels:
+            continue
+        worst = 0.0
+        for pieces in item.side.replicas.values():
+            first = pieces[0]
+            worst = max(
+                worst, _error(first, item.base, recipe.right, members, contributions, limit)
+            )
+            for piece in pieces:
+                made = recipe.made.get(piece.rank)
+                if made is None or not worst <= limit:
+                    worst = math.inf
+                    break
+                worst = max(worst, _error(piece, None, made, members, contributions, limit))
+        if worst <= limit:
+            return Recipe(labels, recipe.right, recipe.made, worst)
     return None
 
 

@@ -1,8 +1,8 @@
 """Hypothesis: a tensor is the reference's times one number.
 
 A mean where a sum belongs, a loss normalised by the wrong count, or a reduction that is done twice
-leaves every element right but for a factor. Which of them it was, the factor alone cannot say: where
-several axes have the size it needs, all are listed.
+leaves every element right but for a factor. Which of them it was, the factor alone cannot say:
+where several axes have the size it needs, all are listed.
 """
 
 from __future__ import annotations
@@ -11,15 +11,14 @@ from collections.abc import Sequence
 from fractions import Fraction
 
 from paralign.align.explain.candidates import (
+    Candidate,
     axes_in,
-    candidate,
     fraction_factor,
-    separate_sizes,
     simple_factor,
     sources_of,
     told_sizes,
 )
-from paralign.align.explain.context import Context
+from paralign.align.explain.context import NUM_MICROBATCHES, Context, Recipe
 from paralign.align.explain.proof import (
     Mix,
     Proof,
@@ -28,7 +27,6 @@ from paralign.align.explain.proof import (
     limit_of,
     proves,
 )
-from paralign.align.explain.weights_of import Weights as Recipe
 from paralign.align.judge import Compared
 
 CONSTANT_FACTOR = "constant_factor"
@@ -118,9 +116,8 @@ def name_source(
     Args:
         context: The comparison.
         proof: Of a constant factor; changed.
-        everywhere: Every tensor of its kind has this factor. A loss or a normaliser does that; a
-            reduction done twice has no reason to spare other tensors, so where only some are
-            affected, their own reduction is the suspect.
+        everywhere: Every tensor of its kind has this factor, as a loss or a normaliser gives it.
+            Where only some have it, their own reduction is the first suspect.
         recipe: How a tensor was put together from its contributions, where they were recorded.
             Contributions that add up to the reference are right, so the reduction is not.
     """
@@ -128,29 +125,26 @@ def name_source(
     sources = [] if factor is None else sources_of(factor, context.sizes)
     sources = [source for source in sources if context.mesh.is_named or "world" not in source]
     whole = factor is not None and abs(factor) > 1 and factor.denominator == 1
-    reducing = [source for source in sources if axes_in(source)]
     right_before = None if recipe is None else _are_right(recipe)
-    twice = whole and bool(reducing) and (right_before is True or not everywhere)
-    if right_before is False:
-        twice, reducing = False, []
-    if twice:
-        proof.cause = DOUBLE_REDUCTION
-        sources = reducing
-    if len(sources) == 1:
-        proof.axes = axes_in(sources[0])
-    listed = [candidate(proof.cause, axes_in(s), _meaning(context, s, factor)) for s in sources]
-    if whole and reducing and right_before is None:
-        other = CONSTANT_FACTOR if twice else DOUBLE_REDUCTION
-        listed += [
-            candidate(other, axes_in(s), _meaning(context, s, factor, other)) for s in reducing
-        ]
+    reducing = [source for source in sources if axes_in(source) == source]
+    listed: list[Candidate] = []
+    if right_before is not False:
+        # A reduction done twice has no reason to spare other tensors.
+        twice = whole and bool(reducing) and (right_before is True or not everywhere)
+        causes = [DOUBLE_REDUCTION, CONSTANT_FACTOR] if twice else [CONSTANT_FACTOR]
+        if whole and not twice and right_before is None:
+            causes.append(DOUBLE_REDUCTION)
+        for cause in causes if right_before is None else causes[:1]:
+            listed += [_reducing(context, source, factor, cause) for source in reducing]
+    if right_before is not True or not listed:
+        listed.append(_before_reduction(context, sources, factor))
+    proof.component, proof.cause = listed[0].component, listed[0].cause
+    places = {(each.component, each.axes) for each in listed}
+    if len(places) == 1 or len(reducing) <= 1:
+        proof.axes = listed[0].axes
     if len(listed) > 1:
-        proof.candidates = tuple(listed)
-        proof.separate_by = separate_sizes(sources) or (
-            "record again with what=(..., 'microbatch_grads'): the sum of what went into the "
-            "reduction tells whether it was done twice or was too large before"
-        )
-    proof.component = "backward" if right_before is False else component_of(sources)
+        proof.candidates = tuple(map(str, listed))
+        proof.separate_by = _separate(context, sources, len(places) > 1)
     where = (
         f"The factor is the size of {told_sizes(sources, context.sizes)}."
         if sources
@@ -159,28 +153,50 @@ def name_source(
     proof.text = f"{where} {_ADVICE}"
 
 
+def _reducing(
+    context: Context, source: Sequence[str], factor: Fraction | None, cause: str
+) -> Candidate:
+    """The factor came in where gradients are reduced over an axis."""
+    sizes = told_sizes([source], context.sizes)
+    if cause == DOUBLE_REDUCTION:
+        meaning = f"summed over {sizes} twice"
+    elif factor is not None and abs(factor) < 1:
+        meaning = f"averaged over {sizes}, where a sum belongs"
+    else:
+        meaning = f"summed over {sizes}, where a mean belongs"
+    return Candidate("reduction", cause, tuple(source), meaning)
+
+
+def _before_reduction(
+    context: Context, sources: Sequence[Sequence[str]], factor: Fraction | None
+) -> Candidate:
+    """The factor was in what each rank computed."""
+    counted = any(NUM_MICROBATCHES in source for source in sources)
+    told = f"{NUM_MICROBATCHES}={context.sizes[NUM_MICROBATCHES]}" if counted else "on every rank"
+    how = "divided" if factor is not None and abs(factor) < 1 else "multiplied or added again"
+    return Candidate("backward", CONSTANT_FACTOR, (), f"{how}, {told}")
+
+
+def _separate(context: Context, sources: Sequence[Sequence[str]], places: bool) -> str:
+    """Name the run that tells the sources of a factor apart."""
+    names = sorted({name for source in sources for name in source})
+    sizes = (
+        f"run again with {' and '.join(names)} of sizes that no other has"
+        if len(names) > 1
+        else f"run again with another size of {names[0]}"
+    )
+    told = f"{sizes}: the factor follows the guilty one, or stays if it is no axis's"
+    if context.sizes and not places:
+        return (
+            "record again with what=(..., 'microbatch_grads'): the sum of what went into the "
+            "reduction tells whether it was done twice or was too large before"
+        )
+    return told
+
+
 def _are_right(recipe: Recipe) -> bool | None:
     """Whether contributions add up to the reference; None if they are some other multiple."""
     if all(abs(weight - 1.0) <= _ONE for weight in recipe.right):
         return True
     made = [weight for weights in recipe.made.values() for weight in weights]
     return False if all(abs(weight - 1.0) <= _ONE for weight in made) else None
-
-
-def component_of(sources: Sequence[Sequence[str]]) -> str:
-    """Return ``reduction`` where a factor could come from an axis, else ``backward``."""
-    return "reduction" if any(axes_in(source) for source in sources) else "backward"
-
-
-def _meaning(
-    context: Context,
-    source: Sequence[str],
-    factor: Fraction | None,
-    cause: str = CONSTANT_FACTOR,
-) -> str:
-    sizes = told_sizes([source], context.sizes)
-    if cause == DOUBLE_REDUCTION:
-        return f"summed twice, {sizes}"
-    if factor is not None and abs(factor) < 1:
-        return f"divided by {sizes} once too often"
-    return f"multiplied by {sizes} once too often"

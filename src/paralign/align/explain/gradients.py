@@ -55,6 +55,10 @@ def explain_gradients(context: Context, kind: str, step: int) -> list[Finding]:
         return []
     gated = [item for item in context.judged(kind, step) if item.row.budget_eps is not None]
     groups, unknown = group_proofs(context, failing, HYPOTHESES)
+    # What larger tensors taught of how gradients are put together may explain small ones.
+    more, unknown = group_proofs(context, unknown, (prove_recipe,))
+    for key, proven in more.items():
+        groups.setdefault(key, []).extend(proven)
     if context.upstream:
         more, unknown = group_proofs(context, unknown, (differing_replicas,))
         groups |= more

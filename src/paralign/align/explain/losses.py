@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from fractions import Fraction
 
 from paralign.align.explain.candidates import (
+    Candidate,
     axes_in,
-    candidate,
     separate_sizes,
     sources_of,
     told_sizes,
@@ -54,18 +54,21 @@ def _counted_twice(
     listed = []
     for source in sources:
         if any(axis in ("cp", "tp", "sp") for axis in source):
-            listed.append(candidate(FULL_SEQUENCE, source, "whole sequences where slices are due"))
+            listed.append(
+                Candidate("data", FULL_SEQUENCE, source, "whole sequences where slices are due")
+            )
         else:
-            listed.append(candidate(DIFFERENT_DATA, source, "the same rows on several ranks"))
-    first = listed[0]
-    finding = _finding(row, "data", first.split(" ", 1)[0], factor)
+            listed.append(
+                Candidate("data", DIFFERENT_DATA, source, "the same rows on several ranks")
+            )
+    finding = _finding(row, "data", listed[0].cause, factor)
     finding.fix += (
         f" Exactly {factor} times: the size of {told_sizes(sources, context.sizes)}. Every token "
         "must be on one rank of dp and cp."
     )
     finding.axes = list(sources[0]) if len(sources) == 1 else []
     if len(listed) > 1:
-        finding.candidates = listed
+        finding.candidates = list(map(str, listed))
         finding.separate_by = separate_sizes(sources)
     return finding
 
@@ -116,7 +119,7 @@ def _reported(
         return finding
     finding.axes = list(axes_in(sources[0])) if len(sources) == 1 else []
     if len(sources) > 1:
-        finding.candidates = [candidate(REPORTED_VALUE, axes_in(source)) for source in sources]
+        finding.candidates = _listed(REPORTED_VALUE, sources)
         finding.separate_by = separate_sizes(sources)
     if abs(factor) < 1:
         finding.fix += (
@@ -139,9 +142,13 @@ def _scaled(context: Context, row: TensorRow, factor: Fraction) -> Finding:
     finding.fix += f" Exactly {factor} times" + (f", the size of {told}." if told else ".")
     finding.fix += " Divide once by the number of valid tokens in the global batch, and sum."
     if len(sources) > 1:
-        finding.candidates = [candidate(CONSTANT_FACTOR, axes_in(source)) for source in sources]
+        finding.candidates = _listed(CONSTANT_FACTOR, sources)
         finding.separate_by = separate_sizes(sources)
     return finding
+
+
+def _listed(cause: str, sources: Sequence[Sequence[str]]) -> list[str]:
+    return [str(Candidate("loss", cause, axes_in(source))) for source in sources]
 
 
 def _averaged(context: Context, step: int, row: TensorRow) -> tuple[str, float] | None:

@@ -1,8 +1,8 @@
 """Explain what the optimizer did: its state, the update, and the parameters after the step.
 
-An update is compared with the reference's as ``a`` times it plus ``b`` times the parameter: another
-learning rate changes ``a``, another weight decay ``b``, and another step count of Adam both in a way
-of its own.
+An update is compared with the reference's as ``a`` times it plus ``b`` times the parameter:
+another learning rate changes ``a``, another weight decay ``b``, and another step count of Adam both
+in a way of its own.
 """
 
 from __future__ import annotations

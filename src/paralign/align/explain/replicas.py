@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from paralign.align.explain.candidates import candidate
+from paralign.align.explain.candidates import Candidate
 from paralign.align.explain.context import Context
 from paralign.align.explain.proof import (
     Added,
@@ -108,23 +108,34 @@ def prove_missing_reduction(context: Context, item: Compared) -> Proof | None:
         return None
     # The axes they differ along come first; a wider set may hold equal summands as well.
     wider = [axes for axes in context.mesh.subsets() if set(spread.axes) <= set(axes)]
-    for axes in wider if spread.axes else []:
-        proof = _sum_over(context, item, axes)
+    wider = wider if spread.axes else []
+    for axes in wider:
+        proof = _sum_over(context, item, axes, factors=(1.0,))
         if proof is not None:
             return proof
-    return _sum_of_clusters(context, item, spread)
+    proof = _sum_of_clusters(context, item, spread)
+    for axes in [] if proof is not None else wider:
+        proof = _sum_over(context, item, axes, factors=_factors(context, axes))
+        if proof is not None:
+            return proof
+    return proof
 
 
-def _sum_over(context: Context, item: Compared, axes: tuple[str, ...]) -> Proof | None:
+def _factors(context: Context, axes: tuple[str, ...]) -> tuple[float, ...]:
+    """Return the multiples of the reference that a sum along ``axes`` may be."""
+    degree = context.mesh.degree(axes)
+    sizes = [degree, *context.sizes.values()]
+    return tuple(dict.fromkeys([*map(float, sizes), *(1.0 / size for size in sizes)]))
+
+
+def _sum_over(
+    context: Context, item: Compared, axes: tuple[str, ...], *, factors: Sequence[float]
+) -> Proof | None:
     """Test whether the sum of the replicas along ``axes`` is the reference or a multiple of it."""
     sums = _summed(context, item, axes)
     if sums is None:
         return None
-    degree = context.mesh.degree(axes)
-    factors = [1.0, float(degree), 1.0 / degree]
-    factors += [float(size) for size in context.sizes.values()]
-    factors += [1.0 / size for size in context.sizes.values()]
-    for factor in dict.fromkeys(factors):
+    for factor in factors:
         left = _left_by_part(item, sums, factor)
         if proves(item, left):
             return _proof(context, axes, factor, left)
@@ -214,8 +225,8 @@ def _mean(context: Context, axes: tuple[str, ...], left: float) -> Proof:
     )
     if same:
         proof.candidates = (
-            candidate(MISSING_REDUCTION, axes, "their mean is the reference"),
-            candidate(WRONG_GROUP, axes, f"summed over {same[0]} instead"),
+            str(Candidate("reduction", MISSING_REDUCTION, axes, "their mean is the reference")),
+            str(Candidate("reduction", WRONG_GROUP, axes, f"summed over {same[0]} instead")),
         )
         proof.separate_by = (
             f"run again with {axes[0]} and {same[0]} of different sizes: the factor follows the "

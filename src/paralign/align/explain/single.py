@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from paralign.align.explain.candidates import candidate
+from paralign.align.explain.candidates import Candidate
 from paralign.align.explain.context import Context
 from paralign.align.explain.proof import Proof, finding_of
 from paralign.align.judge import Compared
@@ -37,27 +37,21 @@ def on_one_rank(context: Context, proven: Sequence[tuple[Compared, Proof]]) -> b
 def single_finding(
     context: Context, proven: Sequence[tuple[Compared, Proof]], component: str
 ) -> Finding:
-    """Report what one rank alone does; how its numbers are off is the second candidate."""
+    """Report what one rank alone does, and how its numbers are off."""
     items = [item for item, _ in proven]
     rank = only_rank(context, items)
     how = proven[0][1].cause
     finding = finding_of(proven, component, f"Only what rank {rank} holds is off.")
-    finding.cause = SINGLE_RANK
-    finding.axes = _axes(context, items, rank)
+    axes = tuple(finding.axes)
+    finding.cause, finding.axes = SINGLE_RANK, []
     finding.evidence["rank"] = rank
     finding.evidence["how"] = how
     finding.candidates = [
-        candidate(SINGLE_RANK, finding.axes, f"rank {rank} alone"),
-        candidate(how, finding.axes, "the same mistake everywhere, visible on this rank only"),
+        str(Candidate(finding.component, SINGLE_RANK, (), f"rank {rank} alone")),
+        str(Candidate(finding.component, how, axes, f"by its place, seen on rank {rank} only")),
     ]
     finding.separate_by = (
         f"run again with the ranks in another order: a fault of rank {rank}'s machine or code path "
         "stays with it, a mistake in the layout moves"
     )
     return finding
-
-
-def _axes(context: Context, items: Sequence[Compared], rank: int | None) -> list[str]:
-    """Return the axes along which other ranks hold the same or the rest of the tensors."""
-    holders = {other for item in items for other in item.measured.by_rank}
-    return context.mesh.named(context.mesh.axes_of(sorted({rank or 0, *holders})))

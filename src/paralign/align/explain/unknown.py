@@ -43,7 +43,6 @@ def unknown_finding(
         component=component,
         cause=SINGLE_RANK if rank is not None else UNKNOWN,
         tensor=worst.row.label,
-        axes=[] if rank is None else context.mesh.named(_axes(context, items)),
         evidence={
             **evidence(worst, None),
             "tensors": len(items),
@@ -53,8 +52,3 @@ def unknown_finding(
         },
         fix=fix,
     )
-
-
-def _axes(context: Context, items: Sequence[Compared]) -> tuple[str, ...]:
-    holders = {other for item in items for other in item.measured.by_rank}
-    return context.mesh.axes_of(sorted(holders))

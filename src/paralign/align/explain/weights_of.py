@@ -1,14 +1,16 @@
-"""Read what the weights of contributions mean: which ranks and micro-batches were left out, counted
-twice, or weighed by something else than their tokens."""
+"""Read what the weights of contributions mean.
+
+They tell which ranks and micro-batches were left out, counted twice, or weighed by something else
+than their tokens.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Mapping
 
-from paralign.align.explain.candidates import candidate
-from paralign.align.explain.context import Context
+from paralign.align.explain.candidates import Candidate
+from paralign.align.explain.context import Context, Label, Recipe
 from paralign.align.explain.proof import Proof
 from paralign.align.judge import Compared
 
@@ -23,27 +25,7 @@ SINGLE_RANK = "single_rank"
 _SAME = 1e-6
 
 
-class Label(NamedTuple):
-    """Whose contribution it is."""
-
-    rank: int
-    micro_batch: int
-
-
-class Weights(Protocol):
-    """What :class:`~paralign.align.explain.contributions.Recipe` offers."""
-
-    @property
-    def labels(self) -> tuple[Label, ...]: ...  # noqa: D102
-    @property
-    def right(self) -> tuple[float, ...]: ...  # noqa: D102
-    @property
-    def made(self) -> Mapping[int, tuple[float, ...]]: ...  # noqa: D102
-    @property
-    def left(self) -> float: ...  # noqa: D102
-
-
-def read_weights(context: Context, item: Compared, recipe: Weights) -> Proof | None:
+def read_weights(context: Context, item: Compared, recipe: Recipe) -> Proof | None:
     """Return the cause that the weights show; None where they show none that is known."""
     relative = _relative(recipe)
     if relative is None:
@@ -56,7 +38,7 @@ def read_weights(context: Context, item: Compared, recipe: Weights) -> Proof | N
     return None
 
 
-def _relative(recipe: Weights) -> dict[int, dict[Label, float]] | None:
+def _relative(recipe: Recipe) -> dict[int, dict[Label, float]] | None:
     """Return per rank the weight of each contribution, where 1 is right."""
     if any(abs(weight) < _SAME for weight in recipe.right):
         return None
@@ -70,7 +52,7 @@ def _relative(recipe: Weights) -> dict[int, dict[Label, float]] | None:
 
 
 def _left_out(
-    context: Context, recipe: Weights, relative: Mapping[int, Mapping[Label, float]]
+    context: Context, recipe: Recipe, relative: Mapping[int, Mapping[Label, float]]
 ) -> Proof | None:
     """All contributions count once (or all the same number of times), but some not at all."""
     kept = {
@@ -175,7 +157,7 @@ def _micro_batches(context: Context, gone: Mapping[int, set[Label]], times: floa
 
 
 def _by_tokens(
-    context: Context, recipe: Weights, relative: Mapping[int, Mapping[Label, float]]
+    context: Context, recipe: Recipe, relative: Mapping[int, Mapping[Label, float]]
 ) -> Proof | None:
     """Weights that are inverse to the number of tokens: each part's mean counts alike."""
     weights = next(iter(relative.values()))
@@ -183,43 +165,60 @@ def _by_tokens(
         return None
     if min(weights.values()) <= 0:
         return None
-    for level, parts in _levels(weights).items():
-        if len(set(map(_rounded, parts.values()))) < 2:
-            continue
-        # t_i = T / (N w_i) are the token counts; they add up to T exactly if this is what was done.
-        share = sum(1.0 / weight for weight in parts.values()) / len(parts)
-        if abs(share - 1.0) <= 1e-6:
-            shares = {str(part): 1.0 / weight / len(parts) for part, weight in parts.items()}
-            return Proof(
-                TOKEN_WEIGHTING,
-                math.nan,
-                component="loss",
-                key=(TOKEN_WEIGHTING, level),
-                detail={"level": level, "token_shares": shares},
-                text=f"Every {level} weighs alike, however many tokens it has: a mean of means. "
-                "Divide the sum of token losses by the number of valid tokens in the global batch.",
-            )
+    for axes in [(), *context.mesh.subsets()]:
+        for by_number in (False, True):
+            parts = _parts(context, weights, axes, by_number)
+            if len(set(map(_rounded, parts.values()))) < 2:
+                continue
+            # t_i = T / (N w_i) are the token counts; they add up to T if this is what was done.
+            share = sum(1.0 / weight for weight in parts.values()) / len(parts)
+            if abs(share - 1.0) <= _SAME:
+                return _mean_of_means(context, axes, by_number, parts)
     return None
 
 
-def _levels(weights: Mapping[Label, float]) -> dict[str, dict[object, float]]:
-    """Return the weights by micro-batch of a rank, by rank, and by micro-batch number."""
-    levels: dict[str, dict[object, float]] = {}
-    by_rank = _merged(weights, lambda label: label.rank)
-    by_number = _merged(weights, lambda label: label.micro_batch)
-    if by_rank:
-        levels["rank"] = by_rank
-    if by_number:
-        levels["micro-batch"] = by_number
-    levels["micro-batch of a rank"] = dict(weights)
-    return levels
+def _mean_of_means(
+    context: Context, axes: tuple[str, ...], by_number: bool, parts: Mapping[object, float]
+) -> Proof:
+    level = " of a ".join(
+        (["micro-batch"] if by_number else []) + ([f"{' x '.join(axes)} rank"] if axes else [])
+    )
+    return Proof(
+        TOKEN_WEIGHTING,
+        math.nan,
+        tuple(context.mesh.named(axes)),
+        component="loss",
+        key=(TOKEN_WEIGHTING, level),
+        detail={
+            "level": level,
+            "token_shares": [1.0 / weight / len(parts) for weight in parts.values()],
+        },
+        text=f"Every {level} weighs alike, however many tokens it has: a mean of means. "
+        "Divide the sum of token losses by the number of valid tokens in the global batch.",
+    )
 
 
-def _merged(weights: Mapping[Label, float], key: object) -> dict[object, float]:
+def _parts(
+    context: Context, weights: Mapping[Label, float], axes: tuple[str, ...], by_number: bool
+) -> dict[object, float]:
+    """Return one weight per part, or nothing where a part has several."""
+    others = [axis for axis in context.mesh.live if axis not in axes]
+
+    def part(label: Label) -> object:
+        # Ranks that differ along other axes only are one part.
+        rank = context.mesh.peers(label.rank, others)[0] if label.rank >= 0 else -1
+        return (rank, label.micro_batch) if by_number else rank
+
+    return _merged(weights, part)
+
+
+def _merged(
+    weights: Mapping[Label, float], key: Callable[[Label], object]
+) -> dict[object, float]:
     """Return one weight per key, or nothing where the weights of a key differ."""
     found: dict[object, float] = {}
     for label, weight in weights.items():
-        at = key(label)  # type: ignore[operator]
+        at = key(label)
         if at in found and _rounded(found[at]) != _rounded(weight):
             return {}
         found[at] = weight
@@ -227,7 +226,7 @@ def _merged(weights: Mapping[Label, float], key: object) -> dict[object, float]:
 
 
 def _one_rank(
-    context: Context, recipe: Weights, relative: Mapping[int, Mapping[Label, float]]
+    context: Context, recipe: Recipe, relative: Mapping[int, Mapping[Label, float]]
 ) -> Proof | None:
     """One rank's contributions weigh more or less than they should; all others count once."""
     odd = {
@@ -246,20 +245,17 @@ def _one_rank(
         if label.rank == rank
     }
     shown = sorted(found)
-    ranks = sorted({label.rank for label in recipe.labels})
-    axes = context.mesh.named(context.mesh.axes_of(ranks))
     return Proof(
         SINGLE_RANK,
         math.nan,
-        tuple(axes),
         component="backward",
         key=(SINGLE_RANK, rank, tuple(shown)),
         detail={"rank": rank, "weights": shown},
         text=f"The contributions of rank {rank} count {', '.join(f'{w:g}' for w in shown)} times, "
         "all others once. Compare what this rank does alone: its loss scale, its code path.",
         candidates=(
-            candidate(SINGLE_RANK, axes, f"rank {rank} alone"),
-            candidate(CONSTANT_FACTOR, axes, "a factor that depends on the rank"),
+            str(Candidate("backward", SINGLE_RANK, (), f"rank {rank} alone")),
+            str(Candidate("backward", CONSTANT_FACTOR, (), "a factor that depends on the rank")),
         ),
         separate_by="run again with the ranks in another order: the factor stays with the machine "
         "or moves with the coordinate",
@@ -267,7 +263,7 @@ def _one_rank(
 
 
 def _by_micro_batch(
-    context: Context, recipe: Weights, relative: Mapping[int, Mapping[Label, float]]
+    context: Context, recipe: Recipe, relative: Mapping[int, Mapping[Label, float]]
 ) -> Proof | None:
     """Every micro-batch has a weight of its own, the same on all ranks: accumulation went wrong."""
     weights = next(iter(relative.values()))
@@ -295,8 +291,3 @@ def _equal(a: Mapping[Label, float], b: Mapping[Label, float]) -> bool:
 
 def _rounded(weight: float) -> float:
     return round(weight, 6)
-
-
-def told_weights(weights: Sequence[float]) -> str:
-    """Write weights shortly."""
-    return ", ".join(f"{weight:g}" for weight in weights)

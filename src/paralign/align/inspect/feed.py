@@ -16,13 +16,14 @@ _ROLES = {
     "pp": re.compile(r"pp|pipe(line)?|stage"),
     "tp": re.compile(r"e?tp|mp|tensor(_model)?(_parallel)?|model(_parallel)?"),
     "cp": re.compile(r"cp|sp|ctx|context(_parallel)?|seq(uence)?(_parallel)?|ulysses|ring"),
-    "dp": re.compile(r"(e?dp|data|fsdp|hsdp|ddp|zero|replicate|shard)(_\w+)?"),
+    "dp": re.compile(r"(e?dp|data|e?fsdp|hsdp|ddp|zero|replicate|shard)(_\w+)?"),
+    "ep": re.compile(r"ep|experts?(_parallel)?"),
 }
 _FEWEST_TOKENS = 8  # shorter rows may be equal by chance
 
 
 def role_of(axis: str) -> str | None:
-    """Return what an axis does by its name: pp, tp, cp or dp; None if the name does not tell."""
+    """Return what an axis is for by its name: a key of ``_ROLES``; None if it does not tell."""
     name = axis.lower().partition("#")[0]
     return next((role for role, names in _ROLES.items() if names.fullmatch(name)), None)
 

@@ -1,4 +1,4 @@
-"""Samples on the wrong ranks: different ones within tp or cp, equal ones over dp, lost or doubled."""
+"""Samples on the wrong ranks: different within tp or cp, equal over dp, lost or doubled."""
 
 from __future__ import annotations
 

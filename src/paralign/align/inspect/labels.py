@@ -3,9 +3,9 @@
 Within a row label ``t`` is token ``t + 1``. Where a sequence is cut over ranks, the last label of a
 slice is the first token of the next one, which only the whole row knows::
 
-    tokens   a b c d | e f g h        labels  b c d e | f g h -      right
-                                              b c d - | f g h -      shifted after the cut: e is lost
-                                              b c d a | f g h e      rolled within the slice
+    tokens   a b c d | e f g h     labels  b c d e | f g h -   right
+                                           b c d - | f g h -   shifted after the cut: e is lost
+                                           b c d a | f g h e   rolled within the slice
 """
 
 from __future__ import annotations
@@ -127,11 +127,13 @@ def _seams(feed: Feed, shifts: set[int]) -> Iterator[Finding]:
 def _seam_finding(
     feed: Feed, ranks: Sequence[int], parts: Sequence[Sequence[Fed]]
 ) -> Finding | None:
-    layouts = (_slices, _zig_zag)
-    last, following, own = (
-        torch.cat(found)
-        for found in zip(*(_seam_tokens(layouts[0](group)) for group in parts), strict=True)
-    )
+    rates = []
+    for layout in (_zig_zag, _slices):
+        seams = [_seam_tokens(layout(group)) for group in parts]
+        last, following, own = (torch.cat(found) for found in zip(*seams, strict=True))
+        rates.append(_rate(last, following))
+    if max(rates) >= _SEAM:
+        return None
     if not bool((last >= 0).any()):
         return _finding(
             feed,
@@ -141,12 +143,6 @@ def _seam_finding(
             "each slice's last token lost its target. Shift the whole row first, then cut it",
             {"seams": len(last)},
         )
-    rates = {}
-    for layout in layouts:
-        found = [_seam_tokens(layout(group)) for group in parts]
-        rates[layout] = _rate(torch.cat([f[0] for f in found]), torch.cat([f[1] for f in found]))
-    if max(rates.values()) >= _SEAM:
-        return None
     if _rate(last, own) >= _SEAM:
         return _finding(
             feed,
@@ -154,7 +150,7 @@ def _seam_finding(
             ranks,
             "hold slices whose last label is their own first token: labels were rolled within the "
             "slice. Shift the whole row first, then cut it",
-            {"seams": len(last), "match": _rate(last, following)},
+            {"seams": len(last), "match": max(rates)},
         )
     if all(p.positions is not None for group in parts for p in group):
         return None  # cut in another way, and said so
@@ -163,7 +159,7 @@ def _seam_finding(
         cause="different_data",
         tensor="tokens",
         axes=feed.axes("cp"),
-        evidence={"step": feed.step, "ranks": list(ranks), "match": max(rates.values())},
+        evidence={"step": feed.step, "ranks": list(ranks), "match": max(rates)},
         fix=f"Ranks {', '.join(map(str, ranks[:6]))} of cp hold slices that do not continue each "
         "other: the last label of one is not the first token of the next, neither in order nor in "
         "zig-zag. Give them slices of the same samples. (If they are cut in another way, record "

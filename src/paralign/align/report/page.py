@@ -38,12 +38,14 @@ def render_page(template: str, *, script: str, **values: Any) -> str:
         keep_trailing_newline=True,
     )
     environment.filters.update(short=short, seconds=seconds, breakable=breakable)
-    return environment.get_template(template).render(
+    page = environment.get_template(template).render(
         policy=_policy(style, code),
         style=Markup(style),
         script=Markup(code),
         **values,
     )
+    # A name may hold half a character, which no file can.
+    return page.encode("utf-8", "replace").decode("utf-8")
 
 
 def breakable(name: str) -> Markup:

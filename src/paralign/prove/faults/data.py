@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from paralign.batch import LocalBatch
 from paralign.loss import IGNORE_INDEX
+from paralign.parallel.stage import Stage
 from paralign.prove.fault import fault
 from paralign.prove.fault_run import FaultRun
 
@@ -17,8 +19,8 @@ def _rows_from_neighbour(run: FaultRun, axis: str) -> None:
     """Let each rank read the rows of the rank before it on ``axis``; the first keeps its own."""
     group = run.mesh[axis].get_group()
 
-    def change(batch: object) -> None:
-        tensors: dict[str, Tensor] = batch.tensors  # type: ignore[attr-defined]  # a LocalBatch
+    def change(batch: LocalBatch) -> None:
+        tensors = batch.tensors
         for name in ("tokens", "labels"):
             tensors[name] = _from_first(tensors[name], group)
 
@@ -52,8 +54,8 @@ def other_samples_on_one_cp_rank(run: FaultRun) -> None:
     if run.coordinate["cp"] != run.mesh["cp"].size() - 1:
         return
 
-    def change(batch: object) -> None:
-        tensors: dict[str, Tensor] = batch.tensors  # type: ignore[attr-defined]  # a LocalBatch
+    def change(batch: LocalBatch) -> None:
+        tensors = batch.tensors
         for name in ("tokens", "labels"):
             tensors[name] = tensors[name].roll(1, 0).contiguous()
 
@@ -63,11 +65,11 @@ def other_samples_on_one_cp_rank(run: FaultRun) -> None:
 @fault(needs={"pp", "accumulation"}, component="data", axes={"pp"}, cause="different_data")
 def labels_of_another_batch_on_the_last_stage(run: FaultRun) -> None:
     """The last stage's loader is one row ahead of the first stage's."""
-    if not any(getattr(module, "is_last", False) for module in run.modules):
+    if not any(isinstance(module, Stage) and module.is_last for module in run.modules):
         return
 
-    def change(batch: object) -> None:
-        tensors: dict[str, Tensor] = batch.tensors  # type: ignore[attr-defined]  # a LocalBatch
+    def change(batch: LocalBatch) -> None:
+        tensors = batch.tensors
         tensors["labels"] = tensors["labels"].roll(1, 0).contiguous()
 
     run.on_batch(change)
@@ -77,8 +79,8 @@ def labels_of_another_batch_on_the_last_stage(run: FaultRun) -> None:
 def labels_shifted_after_the_split(run: FaultRun) -> None:
     """Labels are shifted on each slice, so that a slice's last token loses its target."""
 
-    def change(batch: object) -> None:
-        tensors: dict[str, Tensor] = batch.tensors  # type: ignore[attr-defined]  # a LocalBatch
+    def change(batch: LocalBatch) -> None:
+        tensors = batch.tensors
         tokens, labels = tensors["tokens"], tensors["labels"]
         late = torch.full_like(labels, IGNORE_INDEX)
         late[:, :-1] = tokens[:, 1:]
@@ -91,8 +93,8 @@ def labels_shifted_after_the_split(run: FaultRun) -> None:
 def labels_shifted_twice(run: FaultRun) -> None:
     """Labels are shifted in the collator and once more in the model's loss."""
 
-    def change(batch: object) -> None:
-        tensors: dict[str, Tensor] = batch.tensors  # type: ignore[attr-defined]  # a LocalBatch
+    def change(batch: LocalBatch) -> None:
+        tensors = batch.tensors
         labels = tensors["labels"]
         again = torch.full_like(labels, IGNORE_INDEX)
         again[:, :-1] = labels[:, 1:]
@@ -105,8 +107,8 @@ def labels_shifted_twice(run: FaultRun) -> None:
 def positions_restart_on_every_cp_rank(run: FaultRun) -> None:
     """Rotary positions count from 0 on every slice of the sequence."""
 
-    def change(batch: object) -> None:
-        tensors: dict[str, Tensor] = batch.tensors  # type: ignore[attr-defined]  # a LocalBatch
+    def change(batch: LocalBatch) -> None:
+        tensors = batch.tensors
         positions = tensors["positions"]
         tensors["positions"] = torch.arange(positions.shape[1]).expand_as(positions).contiguous()
 
@@ -120,8 +122,8 @@ def slices_in_another_order_than_positions(run: FaultRun) -> None:
 
     group, size = run.mesh["cp"].get_group(), run.mesh["cp"].size()
 
-    def change(batch: object) -> None:
-        tensors: dict[str, Tensor] = batch.tensors  # type: ignore[attr-defined]  # a LocalBatch
+    def change(batch: LocalBatch) -> None:
+        tensors = batch.tensors
         for name in ("tokens", "labels"):
             pieces = [torch.empty_like(tensors[name]) for _ in range(size)]
             dist.all_gather(pieces, tensors[name], group=group)
@@ -135,8 +137,8 @@ def every_micro_batch_is_the_first(run: FaultRun) -> None:
     """The loader is asked once, and its rows go through as every micro-batch."""
     pieces = run.config.pipeline.num_microbatches
 
-    def change(batch: object) -> None:
-        tensors: dict[str, Tensor] = batch.tensors  # type: ignore[attr-defined]  # a LocalBatch
+    def change(batch: LocalBatch) -> None:
+        tensors = batch.tensors
         for name in ("tokens", "labels"):
             first = tensors[name].chunk(pieces)[0]
             tensors[name] = first.repeat(pieces, 1)
@@ -150,8 +152,8 @@ def one_dp_rank_is_a_batch_behind(run: FaultRun) -> None:
     if run.coordinate["dp_shard"] != 1:
         return
 
-    def change(batch: object) -> None:
-        tensors: dict[str, Tensor] = batch.tensors  # type: ignore[attr-defined]  # a LocalBatch
+    def change(batch: LocalBatch) -> None:
+        tensors = batch.tensors
         for name in ("tokens", "labels"):
             tensors[name] = tensors[name].flip(0).roll(1, 1).contiguous()
 

@@ -14,6 +14,7 @@ from paralign.models.decoder import DecoderBlueprint
 from paralign.models.llama.blueprint import LlamaBlueprint
 from paralign.parallel.context import ContextParallel
 from paralign.parallel.context_forward import ContextForward
+from paralign.parallel.stage import Stage
 from paralign.program import Program
 from paralign.prove.fault import fault
 from paralign.prove.fault_run import FaultRun
@@ -25,6 +26,11 @@ def cores(run: FaultRun) -> Iterator[nn.Module]:
         for name, core in module.named_modules():
             if name.endswith("attention.core"):
                 yield core
+
+
+def stages(run: FaultRun) -> list[Stage]:
+    """Return this rank's pipeline stages."""
+    return [module for module in run.modules if isinstance(module, Stage)]
 
 
 def after_module(run: FaultRun, end: str, change: Callable[[Tensor], Tensor]) -> None:
@@ -41,9 +47,9 @@ def between_stages(run: FaultRun, change: Callable[[nn.Module, Tensor], Tensor])
     def receive(stage: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         return (change(stage, args[0]), *args[1:])
 
-    for module in run.modules:
-        if not getattr(module, "is_first", True):
-            module.register_forward_pre_hook(receive)
+    for stage in stages(run):
+        if not stage.is_first:
+            stage.register_forward_pre_hook(receive)
 
 
 @fault(needs={"cp", "ulysses"}, component="forward", axes={"cp"}, cause="wrong_axis")
@@ -97,17 +103,16 @@ def key_heads_meet_other_query_heads(run: FaultRun) -> None:
 def a_stage_runs_its_layers_backwards(run: FaultRun) -> None:
     """The last pipeline rank runs the layers of a stage in the reverse order."""
     if run.coordinate["pp"] == run.mesh["pp"].size() - 1:
-        for module in run.modules:
-            run.patch(module, "_layer_names", list(reversed(module.layer_names)))  # type: ignore[operator]  # a Stage
+        for stage in stages(run):
+            run.patch(stage, "_layer_names", stage.layer_names[::-1])
 
 
 @fault(needs={"pp"}, component="forward", axes={"pp"}, cause="wrong_layer")
 def a_layer_runs_on_both_sides_of_a_cut(run: FaultRun) -> None:
     """The split overlaps: the first stage's last layer runs twice."""
-    for module in run.modules:
-        if getattr(module, "is_first", False):
-            names = module.layer_names
-            run.patch(module, "_layer_names", [*names, names[-1]])  # type: ignore[misc]  # a Stage
+    for stage in stages(run):
+        if stage.is_first:
+            run.patch(stage, "_layer_names", [*stage.layer_names, stage.layer_names[-1]])
 
 
 @fault(needs={"pp"}, component="forward", axes={"pp"}, cause="wrong_layer")
@@ -115,9 +120,9 @@ def a_layer_is_skipped_at_a_cut(run: FaultRun) -> None:
     """The split leaves a gap: the last stage's first layer never runs."""
     # A step notices by itself that parameters got no gradient; no other framework does.
     run.patch(Program, "_reduction_problems", lambda program: [])
-    for module in run.modules:
-        if getattr(module, "is_last", False):
-            run.patch(module, "_layer_names", module.layer_names[1:])  # type: ignore[misc]  # a Stage
+    for stage in stages(run):
+        if stage.is_last:
+            run.patch(stage, "_layer_names", stage.layer_names[1:])
 
 
 @fault(needs={"pp"}, component="forward", axes={"pp"}, cause="missing_contribution")

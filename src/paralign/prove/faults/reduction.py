@@ -17,6 +17,7 @@ import paralign.prove.parallel
 from paralign.config.run import RunConfig
 from paralign.mesh import Axis, fold
 from paralign.parallel.stage import Stage
+from paralign.parallel.tied import sum_pair
 from paralign.program import Program
 from paralign.prove.build import build_pieces
 from paralign.prove.fault import fault
@@ -265,10 +266,9 @@ def tied_copies_are_not_summed(run: FaultRun) -> None:
 @fault(needs={"pp", "tied"}, component="reduction", axes={"pp"}, cause="double_reduction")
 def tied_copies_are_summed_twice(run: FaultRun) -> None:
     """The tied parameter's gradient is exchanged between its two stages two times."""
-    once = paralign.program.sum_pair
 
     def twice(*args: Any) -> None:
-        once(*args)
-        once(*args)
+        sum_pair(*args)
+        sum_pair(*args)
 
     run.patch(paralign.program, "sum_pair", twice)

@@ -23,7 +23,7 @@ for (const element of document.querySelectorAll(".needs-script")) element.hidden
 
 document.addEventListener("keydown", (event) => {
   const filter = document.getElementById("filter");
-  const typing = event.target.closest("input, select, textarea");
+  const typing = event.target.closest("input:not([type=checkbox]), select");
   if (event.key !== "/" || typing || event.ctrlKey || event.metaKey || event.altKey || !filter) return;
   event.preventDefault();
   if (document.querySelector("dialog[open]")) document.querySelector("dialog[open]").close();

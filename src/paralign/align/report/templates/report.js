@@ -5,7 +5,7 @@
   if (!source) return;
   const data = JSON.parse(source.textContent);
   const body = document.getElementById("rows");
-  const PAGE = 200;
+  const PAGE = 100;
 
   const word = (at) => (at === null ? null : data.words[at]);
   const numbers = { nan: NaN, inf: Infinity, "-inf": -Infinity };
