@@ -14,7 +14,7 @@ from typing import Any
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 MISSING = f"no browser: none of {', '.join(NAMES)} is on the PATH"
-TIMEOUT = 60.0
+TIMEOUT = 120.0
 
 _KEYS = {
     "Enter": 13, "Escape": 27, "Tab": 9, "ArrowDown": 40, "ArrowUp": 38, "ArrowLeft": 37,

@@ -139,7 +139,8 @@ def train(trace: str, *, reference: bool = False, fault: bool = False) -> None:
     model = Transformer(group).double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     mesh = None if reference else {"cp": group}  # paralign
-    rec = pa.record(trace, model, mesh=mesh, optimizer=optimizer, steps=STEPS).start()  # paralign
+    what = ("loss", "norm", "params", "grads", "inputs")  # paralign
+    rec = pa.record(trace, model, mesh=mesh, optimizer=optimizer, what=what).start()  # paralign
     for step in range(STEPS):
         tokens = text_tokens(step)
         labels = shift(tokens)

@@ -41,7 +41,7 @@ PP, DP, CP = 2, 2, 2
 ROWS, SEQ_LEN, VOCAB, MICROBATCHES = 8, 32, 256, 2
 HIDDEN, HEADS, LAYERS = 32, 4, 4
 LEARNING_RATE = 1e-3
-WHAT = ("loss", "params", "grads")
+WHAT = ("loss", "params", "grads", "inputs", "outputs")
 
 
 def text_batch() -> tuple[Tensor, Tensor]:

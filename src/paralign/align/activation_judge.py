@@ -8,8 +8,10 @@ tell. So an output that differs in a step in which those agree is another way to
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+
+from torch import Tensor
 
 from paralign.align.activation_pair import Found, StepOutputs
 from paralign.align.budget import Budget
@@ -44,6 +46,8 @@ class _Run:
     inputs: Mapping[Key, Inputs]
     outputs: StepOutputs
     told: StepOutputs
+    tokens: Tensor
+    """All rows, the same for every run."""
     lost: Mapping[Key, int]
     """Rows per micro-batch that the other run has not."""
 
@@ -65,6 +69,10 @@ class ActivationJudge:
     truth: TraceReader | None
     budget: Budget
     steps: Sequence[int]
+    noise: TraceReader | None = None
+    """A second run of the reference, or None."""
+    rename: Callable[[int, str], str] | None = None
+    """Rank and module of the parallel run -> the reference's name of it; None: it has the same."""
     compared: list[Compared] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     """What could not be compared, and why."""
@@ -87,11 +95,23 @@ class ActivationJudge:
             self.compared += items
         self._note_unseen()
 
+    def outputs(self, step: int) -> tuple[StepOutputs, Tensor] | None:
+        """Return the parallel run's module outputs and the global batch's tokens.
+
+        None if outputs or tokens were not recorded.
+        """
+        runs = self._runs(step)
+        if runs is None or not runs[0].outputs.names(Kind.OUTPUT):
+            return None
+        return runs[0].outputs, runs[0].tokens
+
     def _runs(self, step: int) -> list[_Run] | None:
         """Return parallel run, reference and truth, with what each holds of the same table."""
         sides = [("parallel run", self.parallel), ("reference", self.reference)]
         if self.truth is not None:
             sides.append(("truth", self.truth))
+        elif self.noise is not None:
+            sides.append(("second run of the reference", self.noise))
         fed = {role: step_inputs(trace, step) for role, trace in sides}
         asked = {role for role, trace in sides if "inputs" in trace.facts.what}
         without = [role for role, _ in sides if not fed[role]]
@@ -128,13 +148,15 @@ class ActivationJudge:
                 if "tokens" in given
             }
 
+        rename = self.rename if trace is self.parallel else None
         held, told = find(fed), find(told_inputs(trace, step))
         return _Run(
             trace,
             role,
             fed,
-            StepOutputs(trace, step, table.shape, held),
+            StepOutputs(trace, step, table.shape, held, rename),
             StepOutputs(trace, step, table.shape, told),
+            table.tokens,
             {key: len(place.lost) for key, place in held.items() if place.lost},
         )
 
@@ -218,8 +240,9 @@ class ActivationJudge:
             if why is not None:
                 left.setdefault(why, []).append(name)
                 continue
-            side, ours, base = placed[0], placed[1], placed[-1]
-            own = relative_distance(ours.quantity, base.quantity) if len(runs) > 2 else None
+            side, ours, other = placed[0], placed[1], placed[-1]
+            base = ours if self.truth is None else other
+            own = relative_distance(ours.quantity, other.quantity) if len(runs) > 2 else None
             measured = measure(side.quantity, base.quantity)
             guess = any(item.is_guess for item in placed)
             yield name, side.quantity, base.quantity, measured, own, guess

@@ -7,14 +7,14 @@ parameter's gradient, whichever way the batch was cut and in whichever order its
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from paralign.align.lens import Lens, row_major
 from paralign.align.pair import Piece, Quantity, Term
-from paralign.align.tensor_entry import TensorEntry
+from paralign.align.tensor_entry import Kind, TensorEntry
 from paralign.align.token_map import Held, Key, spans_of
 from paralign.align.trace import RankIndex
 from paralign.align.trace_reader import TraceReader
@@ -55,10 +55,16 @@ class StepOutputs:
         step: The step.
         shape: Rows and positions of the global batch.
         held: What every micro-batch holds of it.
+        rename: Rank and module -> the reference's name of it; None: it has the same.
     """
 
     def __init__(
-        self, trace: TraceReader, step: int, shape: tuple[int, int], held: Mapping[Key, Held]
+        self,
+        trace: TraceReader,
+        step: int,
+        shape: tuple[int, int],
+        held: Mapping[Key, Held],
+        rename: Callable[[int, str], str] | None = None,
     ) -> None:
         self._trace = trace
         self._shape = shape
@@ -68,7 +74,11 @@ class StepOutputs:
         for index in trace.ranks:
             for entry in index.tensors:
                 if entry.step == step and entry.micro_batch is not None:
-                    name = f"{entry.name}#{entry.call}" if entry.call else entry.name
+                    name = entry.name
+                    if rename is not None and entry.kind != Kind.INPUT:
+                        module, bracket, place = name.partition("[")
+                        name = rename(index.rank, module) + bracket + place
+                    name = f"{name}#{entry.call}" if entry.call else name
                     self._entries.setdefault((entry.kind, name), []).append((index.rank, entry))
 
     def names(self, kind: str) -> list[str]:

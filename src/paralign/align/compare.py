@@ -8,6 +8,7 @@ budget is explained.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from paralign.align.error_profile import MOST_PROFILES, error_profile
 from paralign.align.explain import Context, explain
 from paralign.align.facts import fact_findings, fact_notes
 from paralign.align.judge import Compared, Judge
+from paralign.align.locate import Isolation, first_divergence
 from paralign.align.name_rules import NameRule
 from paralign.align.pair import Side
 from paralign.align.pairing import pair_runs
@@ -43,6 +45,7 @@ def compare(
     *,
     truth: str | Path | None = None,
     noise: str | Path | None = None,
+    model: Callable[[], Any] | None = None,
     names: NameRule = None,
     allow_skipped: bool = False,
     config: Any = None,
@@ -59,6 +62,9 @@ def compare(
         noise: Trace folder of a second run of the reference: with weights or inputs perturbed by an
             eps, or with its sums in another order. Then the parallel run may be no further from the
             reference than a small multiple of what this one is.
+        model: Returns the model as it runs on one device, with the reference's names. Then, where
+            module outputs were recorded, every module is run once more with what the parallel run
+            computed before it, so that the report names those that are wrong by themselves.
         names: What the run under test calls parameters -> what the reference calls them, where
             content and position do not tell: old name or pattern -> new name or
             :class:`paralign.Fused`, or a function. ``*`` stands for any text.
@@ -79,6 +85,8 @@ def compare(
         budget = _budget(theirs, exact, second)
         comparison = _Comparison(ours, theirs, exact, second, budget, names, allow_skipped)
         report = comparison.report()
+        if model is not None:
+            comparison.isolate(report, model)
     report.config = config
     report.timings["compare_s"] = time.perf_counter() - begin
     return report
@@ -119,9 +127,14 @@ class _Comparison:
             noise=None if noise is None else Side(noise),
         )
         self._scalars = ScalarJudge(reference, parallel, truth, budget, self._steps, noise=noise)
-        # A second run of the reference tells of outputs what a truth does.
         self._activations = ActivationJudge(
-            reference, parallel, truth or noise, budget, self._steps
+            reference,
+            parallel,
+            truth,
+            budget,
+            self._steps,
+            noise=noise,
+            rename=self._pairing.module,
         )
 
     def report(self) -> Report:
@@ -160,7 +173,29 @@ class _Comparison:
                 *self._activations.notes,
             ],
             facts={"reference": _said(self._reference), "parallel": _said(self._parallel)},
+            located=first_divergence(rows),
         )
+
+    def isolate(self, report: Report, model: Callable[[], Any]) -> None:
+        """Note in the report which modules are wrong by themselves, if anything is wrong.
+
+        Raises:
+            ConfigError: The model cannot be built or run, or is not the one that was recorded.
+        """
+        if report.located is None:
+            report.notes.append("nothing is out of budget, so the model was not run")
+            return
+        step = report.located["step"]
+        outputs = self._activations.outputs(step)
+        if outputs is None:
+            report.notes.append(
+                "the model was not run: the parallel run recorded no module outputs. Record with "
+                "what=(..., 'inputs', 'outputs', 'output_grads')"
+            )
+            return
+        held, tokens = outputs
+        isolation = Isolation(model, self._base, self._side, held, tokens, step, self._budget)
+        report.located["isolated"] = [item.to_dict() for item in isolation.run()]
 
     def _agrees(self, step: int) -> bool:
         """Whether loss and gradients of a step were compared and are all within budget."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from paralign.align.explain.context import MeshAxes
 from paralign.align.trace import Kind
 from paralign.align.trace_reader import TraceReader
 from paralign.align.verdict import Finding
@@ -58,33 +59,40 @@ def _run_facts(reference: dict[str, Any], parallel: dict[str, Any]) -> Iterator[
 
 
 def _optimizers(reference: TraceReader, parallel: TraceReader) -> Iterator[Finding]:
-    ours, theirs = _options(reference), _options(parallel)
-    differing: dict[tuple[str, str, str], list[str]] = {}
+    ours = {name: options for _, name, options in _options(reference)}
+    mesh = MeshAxes(parallel)
+    differing: dict[tuple[str, str, str], set[tuple[int, str]]] = {}
     values: dict[tuple[str, str, str], tuple[Any, Any]] = {}
-    for name in ours.keys() & theirs.keys():
-        for option in ours[name].keys() | theirs[name].keys():
-            pair = ours[name].get(option), theirs[name].get(option)
+    agreeing: dict[str, set[int]] = {}
+    for rank, name, theirs in _options(parallel):
+        for option in ours[name].keys() | theirs.keys() if name in ours else ():
+            pair = ours[name].get(option), theirs.get(option)
             if pair[0] != pair[1]:
                 key = (option, repr(pair[0]), repr(pair[1]))
-                differing.setdefault(key, []).append(name)
+                differing.setdefault(key, set()).add((rank, name))
                 values[key] = pair
+            else:
+                agreeing.setdefault(option, set()).add(rank)
     for key in sorted(differing):
-        names = sorted(differing[key])
+        names = sorted({name for _, name in differing[key]})
+        ranks = sorted({rank for rank, _ in differing[key]})
         finding = _different(f"optimizer {key[0]}", *values[key])
         finding.tensor = names[0]
         finding.evidence["parameters"] = len(names)
+        if not agreeing.get(key[0], set()) & set(ranks):
+            everyone = sorted({*ranks, *agreeing.get(key[0], set())})
+            finding.axes = mesh.named(mesh.coordinates_that_tell(ranks, everyone))
+            finding.evidence["ranks"] = ranks
         yield finding
 
 
-def _options(trace: TraceReader) -> dict[str, dict[str, Any]]:
-    """Return per parameter the class and the options of the optimizer that steps it."""
-    options: dict[str, dict[str, Any]] = {}
+def _options(trace: TraceReader) -> Iterator[tuple[int, str, dict[str, Any]]]:
+    """Yield rank, parameter, and the class and the options of the optimizer that steps it there."""
     for index in trace.ranks:
         for optimizer in index.optimizers:
             for group in optimizer["groups"]:
                 for name in group["names"]:
-                    options[name] = {"class": optimizer["class"], **group["options"]}
-    return options
+                    yield index.rank, name, {"class": optimizer["class"], **group["options"]}
 
 
 def _trainable(reference: TraceReader, parallel: TraceReader) -> Iterator[Finding]:

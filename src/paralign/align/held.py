@@ -65,7 +65,7 @@ class HeldParameters:
                 f"mesh={dict(mesh)!r} has several ranks, but this process belongs to no process "
                 "group, so it cannot know of them. Call torch.distributed.init_process_group first."
             )
-        rules = ShardRules(readers, shards or {}, layouts or {})
+        rules = ShardRules(readers, shards or {}, layouts or {}, alone=world_size == 1)
         pieces = ParameterPieces(parameters, LocalLayouts(axes, rules), readers)
         return cls(pieces, axes, rules, name_rules)
 

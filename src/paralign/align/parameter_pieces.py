@@ -159,6 +159,7 @@ def _entry(
     piece: HeldPiece,
     state: str | None,
 ) -> TensorEntry:
+    source = named.source if named.part is None else f"{named.source}[{named.part.index}]"
     return TensorEntry(
         kind=kind,
         name=named.name,
@@ -168,7 +169,7 @@ def _entry(
         map=piece.map,
         state=state,
         aliases=named.aliases,
-        source=None if named.source == named.name else named.source,
+        source=None if source == named.name else source,
         trainable=named.parameter.requires_grad,
         replicated_over=piece.replicated_over,
         partial_over=piece.partial_over,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from paralign.align.lens import Lens
@@ -52,12 +51,17 @@ class Remap:
 
     def __str__(self) -> str:
         ranks = f"rank{'s' if len(self.ranks) > 1 else ''} {', '.join(map(str, self.ranks))}"
-        place = (
-            f"{self.name} should hold {self.expected}"
-            if self.name != self.expected
-            else (self.name)
-        )
-        return f"{ranks}: {place} holds the weights of {self.holds}"
+        if self.holds == self.expected:
+            return f"{ranks}: {self.name} holds other parts of it than its map says"
+        if self.is_followed:
+            return (
+                f"{ranks}: {self.name} is given as {self.expected}, but holds the weights of "
+                f"{self.holds}"
+            )
+        what = self.name
+        if self.name != self.expected:
+            what = f"{self.name}, which is {self.expected} of the whole model,"
+        return f"{ranks}: {what} holds the weights of {self.holds}"
 
 
 @dataclass
@@ -104,8 +108,3 @@ class Pairing:
 def own_name(entry: TensorEntry) -> str:
     """Return the name a tensor has in its module."""
     return entry.source or entry.name
-
-
-def renamed(names: Mapping[str, str], name: str) -> str:
-    """Return what a table of names makes of ``name``."""
-    return names.get(name, name)

@@ -19,7 +19,7 @@ from paralign.align.lens import Lens
 from paralign.align.measure import unequal_pieces
 from paralign.align.numbering import Numbered
 from paralign.align.pair import Piece, Quantity, Term
-from paralign.align.places import POSITION, Pairing, Place, own_name
+from paralign.align.places import CONTENT, POSITION, Pairing, Place, own_name
 from paralign.align.regions import as_map, held_parts
 from paralign.align.trace import TensorEntry
 from paralign.align.trace_reader import TraceReader
@@ -92,6 +92,7 @@ class Positions:
         for item in items:
             self._by_rank.setdefault(item.rank, []).append(item)
         self._order = {name: at for at, name in enumerate(whole)}
+        self._placed: set[tuple[int, str]] = set()
         self._constant: dict[tuple[int, str], bool] = {}
 
     def run(self) -> None:
@@ -118,9 +119,9 @@ class Positions:
         """
         for items in self._by_rank.values():
             for item in items:
-                if item.key in self._unplaced or item.key in self._pairing.found:
+                if item.key in self._unplaced or item.match.parts or not item.is_equal:
                     continue
-                if not item.is_equal or not self._is_constant(item):
+                if not self._is_constant(item):
                     continue
                 expected = self._by_neighbours(item, items)
                 if expected is not None and expected != item.claimed and expected in self._whole:
@@ -142,13 +143,21 @@ class Positions:
         """Return ``(own name, the reference's)`` of the weights of a module that are paired."""
         pairs = []
         for other in items:
-            if other is item or not _is_in(other.own, around) or other.key in self._unplaced:
-                continue
-            if other.key in self._pairing.found:
-                pairs += [(other.own, place.name) for place in self._pairing.found[other.key]]
-            elif other.is_equal and not self._is_constant(other):
-                pairs.append((other.own, other.claimed))
+            if other is not item and _is_in(other.own, around) and self._is_certain(other):
+                pairs += [(other.own, name) for name in self._names_of(other)]
         return pairs
+
+    def _is_certain(self, item: Item) -> bool:
+        """Whether a weight's place is more than a name under which a constant is found."""
+        if item.key in self._unplaced:
+            return False
+        if item.match.parts or item.key in self._placed:
+            return True
+        return item.is_equal and not self._is_constant(item)
+
+    def _names_of(self, item: Item) -> list[str]:
+        places = self._pairing.found.get(item.key)
+        return [item.claimed] if places is None else [place.name for place in places]
 
     def _is_constant(self, item: Item) -> bool:
         if item.key not in self._constant:
@@ -221,46 +230,46 @@ class Positions:
                 named = block + item.own.removeprefix(around) if around else item.own
                 if self._try(item, named, check=True):
                     return True
-                open_here = self._candidates(block, items, item, around)
-                mine = [o for o in items if _is_in(o.own, around) and self._is_like(o, item)]
-                theirs = [name for name in open_here if self._fits(item, name)]
-                if len(mine) == len(theirs):
-                    return self._try(item, theirs[mine.index(item)], check=True)
+                # The order says nothing of weights that could be told apart but are copies.
+                if self._is_constant(item) and self._by_rank_in(item, items, around, block):
+                    return True
             if not around:
                 return False
             around = around.rpartition(".")[0]
 
-    def _candidates(self, block: str, items: Sequence[Item], item: Item, around: str) -> list[str]:
+    def _by_rank_in(self, item: Item, items: Sequence[Item], around: str, block: str) -> bool:
+        """Count the weights like this one in a module, here and there."""
+        inside = [other for other in items if _is_in(other.own, around)]
+        theirs = [name for name in self._candidates(block, items, item) if self._fits(item, name)]
+        if not around:
+            # The whole model: only between the nearest neighbours that are paired.
+            at = inside.index(item)
+            places = [self._last(other) for other in inside]
+            low = next((n for n in range(at - 1, -1, -1) if places[n] is not None), -1)
+            high = next((n for n in range(at + 1, len(places)) if places[n] is not None), None)
+            inside = inside[low + 1 : high]
+            first = -1 if low < 0 else places[low]
+            last = len(self._order) if high is None else places[high]
+            assert first is not None and last is not None
+            theirs = [name for name in theirs if first < self._order[name] < last]
+        mine = [other for other in inside if self._is_like(other, item)]
+        return len(mine) == len(theirs) and self._try(item, theirs[mine.index(item)], check=True)
+
+    def _candidates(self, block: str, items: Sequence[Item], item: Item) -> list[str]:
         """Return the reference's weights in a module that nothing on this rank is paired with."""
         taken = {
-            place.name
+            name
             for other in items
-            if other.key in self._pairing.found and not self._is_like(other, item)
-            for place in self._pairing.found[other.key]
+            if other.key not in self._unplaced and not self._is_like(other, item)
+            for name in self._names_of(other)
         }
-        taken |= {
-            other.claimed
-            for other in items
-            if other.is_equal
-            and other.key not in self._unplaced
-            and other.key not in self._pairing.found
-        }
-        names = [name for name in self._whole if _is_in(name, block) and name not in taken]
-        if around:
-            return names
-        # The whole model: only between the neighbours that are paired.
-        at = list(items).index(item)
-        before = [self._last(other) for other in items[:at]]
-        after = [self._last(other) for other in items[at + 1 :]]
-        low = next((place for place in reversed(before) if place is not None), -1)
-        high = next((place for place in after if place is not None), len(self._order))
-        return [name for name in names if low < self._order[name] < high]
+        return [name for name in self._whole if _is_in(name, block) and name not in taken]
 
     def _last(self, item: Item) -> int | None:
-        names = [place.name for place in self._pairing.found.get(item.key, ())]
-        if item.is_equal and item.key not in self._unplaced and not self._is_constant(item):
-            names.append(item.claimed)
-        known = [self._order[name] for name in names if name in self._order]
+        """Return the place in the reference's order of the last tensor that an item is of."""
+        if not self._is_certain(item):
+            return None
+        known = [self._order[name] for name in self._names_of(item) if name in self._order]
         return max(known, default=None)
 
     def _is_like(self, other: Item, item: Item) -> bool:
@@ -269,9 +278,7 @@ class Positions:
             return True
         if other.entry.held_shape != item.entry.held_shape or other.entry.shape != item.entry.shape:
             return False
-        was_open = other.key in self._unplaced or (
-            other.key in self._pairing.found and not other.match.parts
-        )
+        was_open = other.key in self._unplaced or other.key in self._placed
         if not was_open or other.entry.file is None or item.entry.file is None:
             return False
         if 0 in item.entry.held_shape:
@@ -310,8 +317,10 @@ class Positions:
         del self._unplaced[item.key]
         self._pairing.equal.discard(item.key)
         self._pairing.found[item.key] = tuple(places)
+        self._placed.add(item.key)
         for place in places:
-            self._pairing.paired_by.setdefault(place.name, POSITION)
+            if self._pairing.paired_by.get(place.name) != CONTENT:
+                self._pairing.paired_by[place.name] = POSITION
 
     def _give_up(self, item: Item) -> None:
         if item.claimed in self._whole:

@@ -58,6 +58,8 @@ class ShardRules:
     layouts: LayoutRule = field(default_factory=dict)
     sizes: dict[int, Sizes] = field(default_factory=dict)
     """Per rank."""
+    alone: bool = False
+    """The run has one rank, so that an axis it does not name has size 1 and cuts nothing."""
 
     def used(self, parameters: Sequence[NamedParameter]) -> set[str]:
         """Return the patterns that match one of ``parameters``."""
@@ -125,10 +127,12 @@ class ShardRules:
         Raises:
             ConfigError: An axis is not on the mesh, or cannot have cut the tensor like this.
         """
-        cuts = self.cuts(named)
+        known = dict.fromkeys([*axes.run_axes, *axes.groups])
+        cuts = {
+            axis: cut for axis, cut in self.cuts(named).items() if axis in known or not self.alone
+        }
         if not cuts:
             return None
-        known = dict.fromkeys([*axes.run_axes, *axes.groups])
         for axis in cuts:
             if axis not in known:
                 raise ConfigError(

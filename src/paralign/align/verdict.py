@@ -171,6 +171,9 @@ class Report:
     timings: dict[str, float] = field(default_factory=dict)
     facts: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Per side what the run said about itself: ``reference`` and ``parallel``."""
+    located: dict[str, Any] | None = None
+    """Where the runs part, see ``locate``: the first ``kind``, ``name`` and ``step`` out of budget,
+    and what is wrong by itself (``isolated``)."""
 
     @property
     def exit_status(self) -> int:
@@ -203,6 +206,7 @@ class Report:
             "notes": self.notes,
             "timings": self.timings,
             "facts": self.facts,
+            "located": self.located,
         }
         plain: dict[str, Any] = _plain(content)
         return plain

@@ -47,6 +47,15 @@ def compare(
             "for any text. May be given several times.",
         ),
     ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PKG.MOD:BUILD",
+            help="build() -> the model as it runs on one device. Where module outputs were "
+            "recorded, it is run with what PAR computed before each module, to name those that are "
+            "wrong by themselves.",
+        ),
+    ] = None,
     json: JsonFile = None,
     junit: JunitFile = None,
     html: HtmlFile = None,
@@ -60,9 +69,15 @@ def compare(
     check_not_both(quiet, verbose)
     check_outputs(json=json, junit=junit, html=html)
     from paralign.align.compare import compare as compare_traces  # imports torch
+    from paralign.models.own import load_symbol
 
     report = compare_traces(
-        reference, parallel, truth=truth, noise=noise, names=_names(rename or ())
+        reference,
+        parallel,
+        truth=truth,
+        noise=noise,
+        model=None if model is None else load_symbol(model, key="--model"),
+        names=_names(rename or ()),
     )
     return deliver(report, json=json, junit=junit, html=html, quiet=quiet, verbose=verbose)
 

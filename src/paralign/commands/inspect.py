@@ -44,11 +44,10 @@ def inspect(
     check_not_both(quiet, verbose)
     check_outputs(json=json, junit=junit, html=html)
     from paralign.align.inspect import inspect as inspect_trace  # imports torch
-    from paralign.align.report.inspection import render
-    from paralign.align.report.inspection_cases import cases_of_inspection
+    from paralign.align.report.inspection import cases_of, render
 
     report = inspect_trace(parallel, unused=unused or ())
-    write_outputs(cases_of_inspection(report), report.to_json, json=json, junit=junit, html=html)
+    write_outputs(cases_of(report), report.to_json, json=json, junit=junit, html=html)
     if quiet:
         print_result(Text(f"{report.verdict}: {report.why}."))
     else:

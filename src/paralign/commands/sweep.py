@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from paralign.commands.files import check_writable, write_atomically
+from paralign.commands.files import write_atomically
 from paralign.commands.options import (
     ConfigFile,
+    HtmlFile,
     JsonFile,
+    JunitFile,
     Overrides,
     Quiet,
     Verbose,
@@ -20,6 +22,7 @@ from paralign.commands.options import (
     parse_count,
     parse_seconds,
 )
+from paralign.commands.report import check_outputs, write_outputs
 from paralign.commands.terminal import print_result, progress
 from paralign.config.load import load_config
 from paralign.config.nearest import suggest
@@ -52,6 +55,8 @@ def sweep(
         typer.Option(metavar="T", help="Begin no further cell after this time: 90s, 10m, 2h."),
     ] = None,
     json: JsonFile = None,
+    junit: JunitFile = None,
+    html: HtmlFile = None,
     resume: Annotated[
         bool,
         typer.Option("--resume", help="Go on with what the --json file holds from an earlier try."),
@@ -82,9 +87,9 @@ def sweep(
     if resume and json is None:
         raise ConfigError("--resume needs the file to go on from. Give it with --json FILE.")
     run = load_config(config, overrides or ())
-    if json is not None:
-        check_writable("--json", json)
-    from paralign.commands.sweep_table import render  # these import torch
+    check_outputs(json=json, junit=junit, html=html)
+    from paralign.commands.sweep_cases import cases_of_sweep  # these import torch
+    from paralign.commands.sweep_table import render
     from paralign.prove.sweep import sweep as run_sweep
 
     earlier = _earlier(json, run, world_size) if resume and json is not None else []
@@ -104,7 +109,7 @@ def sweep(
             timeout=seconds,
             progress=say,
         )
-    keep(report)
+    write_outputs(cases_of_sweep(report), report.to_json, json=json, junit=junit, html=html)
     print_result(render(report, quiet=quiet, verbose=verbose))
     return report.exit_status
 

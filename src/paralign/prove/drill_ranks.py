@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from paralign.config.run import RunConfig
 from paralign.launch import report_event
 from paralign.mesh import build_mesh
 from paralign.program import Program
-from paralign.prove.build import Numerics
+from paralign.prove.build import Numerics, build_data
 from paralign.prove.fault import Fault
 from paralign.prove.fault_list import all_faults
 from paralign.prove.fault_run import FaultRun
@@ -23,6 +24,7 @@ from paralign.prove.one_world import RunDone
 from paralign.prove.own_program import OwnProgram, build_own_program, record_own_program
 from paralign.prove.parallel import build_program, run_of
 from paralign.prove.steps import record_steps
+from paralign.train.data import TokenSource
 
 CLEAN = "clean"
 
@@ -41,8 +43,9 @@ def run_faults(
     """
     known = {fault.name: fault for fault in all_faults(file)}
     mesh = build_mesh(config.mesh.degrees, config.device)
+    data = build_data(config)
     for name in names:
-        _run_one(config, precision, mesh, known.get(name), folder / name)
+        _run_one(config, precision, mesh, data, known.get(name), folder / name)
         # Programs hold reference cycles with hooks; their memory is due back before the next.
         gc.collect()
         dist.barrier()
@@ -51,7 +54,12 @@ def run_faults(
 
 
 def _run_one(
-    config: RunConfig, precision: Numerics, mesh: DeviceMesh, fault: Fault | None, trace: Path
+    config: RunConfig,
+    precision: Numerics,
+    mesh: DeviceMesh,
+    data: TokenSource,
+    fault: Fault | None,
+    trace: Path,
 ) -> None:
     own = config.program is not None
 
@@ -65,9 +73,11 @@ def _run_one(
         if fault is not None:
             fault.breaks(run)
         if own:
-            record_own_program(config, precision, run.program, mesh, trace, run.hooks)
+            record_own_program(config, precision, run.program, mesh, trace, run.hooks, data)
         else:
-            record_steps(config, precision, run_of(run.program, run.hooks), trace, trace.name)
+            # Only what went into a reduction can tell a wrong reduction from a wrong gradient.
+            whole = replace(run_of(run.program, run.hooks), contributions=True, data=data)
+            record_steps(config, precision, whole, trace, trace.name)
     finally:
         run.undo()
 

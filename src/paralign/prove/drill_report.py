@@ -49,34 +49,32 @@ class FaultOutcome:
 
     @property
     def component_right(self) -> bool:
-        """Whether the first finding names the component."""
-        return bool(self.findings) and self.findings[0].component == self.fault.component
+        """Whether the first finding names the component, or lists it as a candidate."""
+        from paralign.align.explain.candidates import meanings
+
+        named = meanings(self.findings[0]) if self.findings else []
+        return any(meaning.component == self.fault.component for meaning in named)
 
     @property
-    def axes_right(self) -> bool:
-        """Whether the first finding names the axes.
+    def place_right(self) -> bool:
+        """Whether the first finding names component and axes, or lists them as a candidate.
 
-        Where it lists candidates that its numbers cannot tell apart, and the run that would, the
-        axes have to be one of the candidates.
+        A candidate counts only where the finding says which run would decide.
         """
-        if not self.findings:
-            return False
-        first = self.findings[0]
-        if frozenset(first.axes) == self.fault.axes:
-            return True
-        listed = [_axes_of(text) for text in first.candidates]
-        return bool(first.separate_by) and self.fault.axes in listed
+        from paralign.align.explain import names_place
+
+        fault = self.fault
+        return bool(self.findings) and names_place(self.findings[0], fault.component, fault.axes)
 
     @property
     def cause_right(self) -> bool:
-        """Whether the first finding names the cause, or lists it with the run that decides."""
-        if not self.findings:
-            return False
-        first = self.findings[0]
-        if first.cause == self.fault.cause:
-            return True
-        listed = {text.partition(":")[0].split()[0] for text in first.candidates if text}
-        return bool(first.separate_by) and self.fault.cause in listed
+        """Whether the first finding names the cause at that place, or lists it likewise."""
+        from paralign.align.explain import names_cause
+
+        fault = self.fault
+        return bool(self.findings) and names_cause(
+            self.findings[0], fault.component, fault.axes, fault.cause
+        )
 
     @property
     def word(self) -> str:
@@ -85,7 +83,7 @@ class FaultOutcome:
             return "inert"
         if not self.caught:
             return "missed"
-        if not (self.component_right and self.axes_right):
+        if not self.place_right:
             return "mislocated"
         return "right" if self.cause_right else "misnamed"
 
@@ -107,20 +105,10 @@ class FaultOutcome:
             "separated_by": self.separated_by,
             "correct": {
                 "component": self.component_right,
-                "axes": self.axes_right,
+                "axes": self.place_right,
                 "cause": self.cause_right,
             },
         }
-
-
-def _axes_of(candidate: str) -> frozenset[str]:
-    """Return the axes of a candidate such as ``dp_shard=2 x cp=2``."""
-    words = candidate.replace("(", " ").split()
-    return frozenset(
-        name
-        for name in (word.partition("=")[0] for word in words if "=" in word)
-        if name != "num_microbatches"
-    )
 
 
 def judge_fault(fault: Fault, report: Report, inert: bool) -> FaultOutcome:
@@ -154,7 +142,7 @@ class DrillReport:
             "inert": len(self.outcomes) - len(active),
             "active": len(active),
             "caught": sum(o.caught for o in active),
-            "component_and_axes": sum(o.component_right and o.axes_right for o in active),
+            "component_and_axes": sum(o.place_right for o in active),
             "cause": sum(o.cause_right for o in active),
             "right": sum(o.word == "right" for o in active),
         }

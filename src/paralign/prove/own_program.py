@@ -43,6 +43,7 @@ from paralign.prove.build import (
 )
 from paralign.prove.hooks import Hooks
 from paralign.prove.steps import RECORDED, run_facts
+from paralign.train.data import TokenSource
 
 Batch = Mapping[str, Tensor]
 
@@ -131,6 +132,7 @@ def record_own_program(
     mesh: DeviceMesh,
     trace: Path,
     hooks: Hooks | None = None,
+    data: TokenSource | None = None,
 ) -> None:
     """Train and record a program that has been built.
 
@@ -139,7 +141,7 @@ def record_own_program(
             cannot do.
     """
     loop = _Loop(config, program, mesh, hooks or Hooks())
-    data = build_data(config)
+    data = build_data(config) if data is None else data
     with record(
         trace,
         program.modules,

@@ -14,6 +14,7 @@ from paralign.align import record
 from paralign.config.run import RunConfig
 from paralign.launch import report_event
 from paralign.prove.build import Numerics, build_data, build_optimizer
+from paralign.train.data import TokenSource
 
 RECORDED = ("loss", "norm", "params", "grads", "optimizer", "inputs")
 ACTIVATIONS = ("outputs", "output_grads")
@@ -35,6 +36,9 @@ class Run:
         speaks: Whether this process reports progress.
         before_step: Called with the optimizer between clipping and its step.
         after_step: Called with the optimizer between its step and the next forward.
+        data: Where global batches come from; None: it is made from the config, which takes longer
+            than a step.
+        contributions: Record what every micro-batch adds to each gradient, before any reduction.
         forward_modules: What computes, where that is not ``modules`` (a copy in another dtype).
         inputs_of: Global batch -> tokens, labels and positions that go through here, in order;
             None: the modules are given all of them.
@@ -51,6 +55,8 @@ class Run:
     speaks: bool = True
     before_step: Callable[[torch.optim.Optimizer], None] | None = None
     after_step: Callable[[torch.optim.Optimizer], None] | None = None
+    contributions: bool = False
+    data: TokenSource | None = None
     forward_modules: Sequence[nn.Module] | None = None
     inputs_of: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] | None = None
 
@@ -64,7 +70,8 @@ def record_steps(
 ) -> None:
     """Train ``config.align.steps`` steps and record them into ``trace``."""
     what = RECORDED + (ACTIVATIONS if config.align.record == "activations" else ())
-    data = build_data(config)
+    what += ("microbatch_grads",) if run.contributions else ()
+    data = build_data(config) if run.data is None else run.data
     optimizer = build_optimizer(config.optimizer, run.parameters)
     clip = float("inf") if config.optimizer.clip is None else config.optimizer.clip
     with record(

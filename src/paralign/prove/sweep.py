@@ -36,6 +36,8 @@ class CellResult:
     worst_eps: float | None = None
     seconds: float | None = None
     why: str = ""
+    fix: str = ""
+    """What was found in it, with the fixes."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return the result as the report stores it."""
@@ -229,6 +231,7 @@ class _Sweep:
     def _done(self, run: RunDone) -> bool:
         """Judge one cell; whether there is time for more."""
         from paralign.align import compare
+        from paralign.align.report.case import explain
 
         truth, trace = self._folder / "truth", self._folder / run.name
         judged = compare(self._folder / "reference", trace, truth=truth if truth.exists() else None)
@@ -237,6 +240,7 @@ class _Sweep:
         result.verdict, result.seconds = judged.verdict, run.seconds
         result.worst_eps = None if judged.worst is None else judged.worst.eps
         result.why = "" if judged.verdict == "aligned" else judged.why
+        result.fix = "\n\n".join(explain(finding) for finding in judged.findings)
         self._say_so(result)
         over = self._budget is not None and time.perf_counter() - self._began > self._budget
         return not over

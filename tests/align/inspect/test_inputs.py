@@ -72,8 +72,8 @@ def test_a_model_that_cuts_the_sequence_itself_counts_its_own_tokens_only(tmp_pa
     half = feed_trace(tmp_path, {"cp": 2}, lambda at: given, facts=FACTS, losses=losses(30))
     assert half.verdict == "clean"
     both = feed_trace(tmp_path, {"cp": 2}, lambda at: given, facts=FACTS, losses=losses(60))
-    assert [f.cause for f in both.findings] == ["full_sequence", "constant_factor"]
-    assert [f.component for f in both.findings] == ["data", "data"]  # counted twice, therefore
+    assert both.findings[0].cause == "full_sequence"
+    assert "120 valid tokens" in both.findings[1].fix  # counted twice, therefore
 
 
 def test_tokens_missing_from_the_sequence(tmp_path):

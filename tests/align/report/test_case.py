@@ -37,7 +37,9 @@ def test_a_finding_as_text_leaves_nothing_out():
         "reduction: missing_reduction over cp (norm.weight)",
         "Fold cp into the FSDP mesh.",
         "It belongs to norm, a RMSNorm (model.py:31).",
-        "It may be any of: cp=2, dp_shard=2.",
+        "It may be any of:",
+        "  - cp=2",
+        "  - dp_shard=2",
         "To tell them apart: run again with cp=4.",
     ]
 

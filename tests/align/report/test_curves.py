@@ -3,10 +3,11 @@ from __future__ import annotations
 import math
 
 from paralign.align.report.curves import HEIGHT, LEFT, RIGHT, WIDTH, curves
+from paralign.align.verdict import TensorRow
 from tests.align.report.reports import row
 
 
-def losses(*pairs: tuple[float, float], kind: str = "loss") -> list:
+def losses(*pairs: tuple[float, float], kind: str = "loss") -> list[TensorRow]:
     return [
         row(
             kind,

@@ -17,6 +17,9 @@ from tests.align.report.reports import row, small_report
         ("model.layers.11.mlp.experts.7.up.weight", ("model.layers.11", "mlp.experts.*.up.weight")),
         ("embedding.weight", ("embedding", "weight")),
         ("0.weight", ("0", "weight")),
+        ("layers.3", ("layers.3", "")),  # the output of a whole layer
+        ("model.layers.3", ("model.layers.3", "")),
+        ("w2.bias", ("w2", "bias")),
         ("scale", ("scale", "")),
     ],
 )

@@ -127,6 +127,28 @@ def test_names_are_text_wherever_they_stand(name):
     assert name in data_of(render_report(hostile))["words"]
 
 
+def test_modules_that_are_wrong_by_themselves_are_listed():
+    item = {
+        "kind": "output",
+        "name": "layers.1.attention",
+        "eps": 4.5e15,
+        "budget_eps": 100.0,
+        "scale": 2.0,
+        "class": "Attention",
+        "file": "model.py",
+        "line": 12,
+    }
+    located = {"kind": "output", "name": "layers.1.attention", "step": 0}
+    rows = [row("output", "layers.1.attention", eps=4.5e15)]
+    places: list[dict[str, Any] | None] = [
+        {**located, "isolated": isolated} for isolated in ([item], [], None)
+    ]
+    pages = [plain(render_report(report(rows, located=place))) for place in [*places, None]]
+    assert "layers.1.attention Attention model.py:12 4.5e+15 100" in pages[0]
+    assert "each module is right, given its inputs" in pages[1]
+    assert ["Wrong by itself" in text for text in pages] == [True, True, False, False]
+
+
 def test_values_that_are_no_numbers_are_shown():
     rows = [row("grad", "w", eps=float("nan")), row("grad", "v", eps=float("inf"))]
     page = render_report(report(rows))

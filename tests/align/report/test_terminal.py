@@ -70,11 +70,41 @@ def test_findings_come_with_all_that_helps_to_act_on_them(tmp_path: Path) -> Non
     lines = [line.strip() for line in first.splitlines()]
     assert "Fold cp into the FSDP mesh." in lines
     assert "It belongs to norm, a RMSNorm (model.py:31)." in lines
-    assert "It may be any of: cp=2, dp_shard=2." in lines
+    at = lines.index("It may be any of:")
+    assert lines[at + 1 : at + 3] == ["- cp=2", "- dp_shard=2"]
     assert "To tell them apart: run again with cp=4." in lines
     assert "Taken out, 4.5e+15 eps become 2." in lines
     assert "It may be any of" not in second
     assert "To tell them apart" not in second
+
+
+def isolated(**more: Any) -> dict[str, Any]:
+    return {
+        "kind": "output",
+        "name": "layers.1.attention",
+        "eps": 4.5e15,
+        "budget_eps": 100.0,
+        "scale": 2.0,
+        "class": "Attention",
+        "file": "model.py",
+        "line": 12,
+        **more,
+    }
+
+
+def test_modules_that_are_wrong_by_themselves_are_named(tmp_path: Path) -> None:
+    report = report_of(tmp_path, wrong())
+    assert report.located is not None
+    assert "wrong by itself" not in shown(report)
+    report.located["isolated"] = [isolated(), isolated(name="", file=None, line=None)]
+    lines = [line.strip() for line in shown(report).splitlines()]
+    at = lines.index("wrong by itself, given what came before:")
+    assert lines[at + 1 : at + 3] == [
+        "layers.1.attention  output of a Attention (model.py:12), 4.5e+15 eps",
+        "the model  output of a Attention, 4.5e+15 eps",
+    ]
+    report.located["isolated"] = []
+    assert "every module is right, given what came before it" in shown(report)
 
 
 def test_a_row_says_where_in_the_tensor_it_is_off(tmp_path: Path) -> None:

@@ -12,7 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from paralign.align.explain.context import Context
-from paralign.align.explain.optimizer import options_of
+from paralign.align.explain.factors import named_factor
+from paralign.align.explain.options import options_of
 from paralign.align.judge import Compared
 from paralign.align.measure import measure
 from paralign.align.pair import Moment
@@ -20,10 +21,10 @@ from paralign.align.trace import Kind
 from paralign.align.verdict import Finding
 
 WRONG_NORM = "wrong_norm"
-DIFFERENT_CONFIG = "different_config"
+CONSTANT_FACTOR = "constant_factor"
 
 # torch adds this to the norm before it divides.
-_NORM_EPS = 1e-6
+NORM_EPS = 1e-6
 _SAME = 1e-6
 
 
@@ -45,7 +46,7 @@ def explain_clipping(context: Context, step: int) -> list[Finding]:
     if not gradients or not all(item.row.ok for item in gradients):
         return []
     own = math.hypot(*(item.measured.total.size for item in gradients))
-    right = min(1.0, limit / (own + _NORM_EPS))
+    right = min(1.0, limit / (own + NORM_EPS))
     applied = [found for item in gradients if (found := _applied(context, item)) is not None]
     if not applied:
         return []
@@ -93,11 +94,18 @@ def _everywhere(
     """One coefficient for all, but not the right one."""
     if _same(value, 1.0):
         text = f"Gradients were not clipped, although their norm {own:.6g} is above {limit:g}."
-        return _finding(applied, DIFFERENT_CONFIG, (), right, value, text)
+        return _finding(applied, CONSTANT_FACTOR, (), right, value, text)
     if _same(value, right * right):
         text = "Gradients were clipped twice."
-        return _finding(applied, DIFFERENT_CONFIG, (), right, value, text)
-    used = limit / value - _NORM_EPS
+        return _finding(applied, CONSTANT_FACTOR, (), right, value, text)
+    factor = named_factor(value / right, _SAME)
+    if factor is not None:
+        text = (
+            f"Gradients were scaled by {factor} besides clipping to {limit:g}: the coefficient was "
+            f"applied twice, the limit is another, or something scales them after clipping."
+        )
+        return _finding(applied, CONSTANT_FACTOR, (), right, value, text)
+    used = limit / value - NORM_EPS
     text = (
         f"Gradients were scaled by {value:.9g} where clipping to {limit:g} scales by {right:.9g}: "
         f"as if their norm was {used:.9g} and not {own:.9g}."
@@ -119,7 +127,7 @@ def _by_group(
         groups = {rank: frozenset(context.mesh.peers(rank, axes)) for rank in by_rank}
         norms = {group: _norm_within(applied, group) for group in set(groups.values())}
         if all(
-            _same(value, min(1.0, limit / (norms[groups[rank]] + _NORM_EPS)))
+            _same(value, min(1.0, limit / (norms[groups[rank]] + NORM_EPS)))
             for rank, value in by_rank.items()
         ):
             missing = [axis for axis in context.mesh.live if axis not in axes]

@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from paralign.align.explain.clip import NORM_EPS, clip_value
 from paralign.align.explain.context import Context
 from paralign.align.judge import Compared
 from paralign.align.scalars import step_norms
@@ -29,6 +30,7 @@ class Guess:
     by_rank: tuple[float, ...]
     axes: tuple[str, ...] = ()
     detail: tuple[tuple[str, object], ...] = ()
+    cause: str = WRONG_NORM
 
 
 def explain_norm(context: Context, step: int) -> list[Finding]:
@@ -68,6 +70,10 @@ def _close(value: float, expected: float, tolerance: float) -> bool:
 
 
 def _guesses(context: Context, gradients: Sequence[Compared], own: float) -> Iterator[Guess]:
+    limit = clip_value(context)
+    if limit is not None and limit < own:
+        after = own * limit / (own + NORM_EPS)
+        yield Guess("the norm after clipping", (after,), cause=REPORTED_VALUE)
     yield from _partial_sums(context, gradients)
     yield from _counted_again(context, gradients)
     yield from _other_formulas(context, gradients, own)
@@ -199,7 +205,7 @@ def _finding(row: TensorRow, own: float, guess: Guess | None, step: int) -> Find
         left = abs(value - nearest) / abs(nearest) * per_eps if nearest else None
     return Finding(
         component="clipping",
-        cause=WRONG_NORM,
+        cause=WRONG_NORM if guess is None else guess.cause,
         tensor="norm",
         axes=[] if guess is None else list(guess.axes),
         evidence={

@@ -18,6 +18,8 @@ from paralign.align.explain.adam import bias_factor, direction_variants
 from paralign.align.explain.context import Context
 from paralign.align.explain.factors import prove_factor
 from paralign.align.explain.gradients import group_proofs, told
+from paralign.align.explain.missing import MISSING_CONTRIBUTION
+from paralign.align.explain.options import options_of
 from paralign.align.explain.placement import prove_misplaced
 from paralign.align.explain.precision import prove_precision
 from paralign.align.explain.proof import (
@@ -90,8 +92,7 @@ def explain_optimizer(context: Context, step: int) -> list[Finding]:
 def _finding(context: Context, proven: list[tuple[Compared, Proof]]) -> Finding:
     if on_one_rank(context, proven):
         return single_finding(context, proven, "optimizer")
-    moment = proven[0][0].moment.kind == Kind.MOMENT
-    return finding_of(proven, "state" if moment else "optimizer", told(proven))
+    return finding_of(proven, "optimizer", told(proven))
 
 
 def prove_not_stepped(context: Context, item: Compared) -> Proof | None:
@@ -111,12 +112,14 @@ def prove_not_stepped(context: Context, item: Compared) -> Proof | None:
     spread = spread_of(context, item) if others else None
     axes = () if spread is None else tuple(context.mesh.named(spread.axes))
     where = f" on rank {', '.join(map(str, sorted(still)))}" if others else ""
+    # With a state the optimizer saw the gradient, so what it wrote was lost; without one it did not.
+    cause = STALE if _has_state(context, item) else MISSING_CONTRIBUTION
     return Proof(
-        STALE,
+        cause,
         0.0,
         axes,
         component="optimizer",
-        key=(STALE, "not stepped", tuple(sorted(still)) if others else ()),
+        key=(cause, "not stepped", tuple(sorted(still)) if others else ()),
         detail={"ranks": sorted(still)},
         text=f"The parameters did not move{where}. The optimizer holds other tensors than the "
         "model (built before wrapping, say), or what it stepped is not copied back: build it after "
@@ -124,15 +127,28 @@ def prove_not_stepped(context: Context, item: Compared) -> Proof | None:
     )
 
 
+def _has_state(context: Context, item: Compared) -> bool:
+    """Whether the optimizer keeps moments of this parameter that are not zero."""
+    for state in ("exp_avg", "momentum_buffer"):
+        moment = Moment.of(item.moment.step, Kind.MOMENT, state)
+        quantity = context.parallel.quantity(moment, item.row.name)
+        if quantity is not None and quantity.is_present:
+            return any(
+                bool((piece.read(box) != 0).any())
+                for piece in quantity.pieces
+                for box in parts_of(piece)
+            )
+    return False
+
+
 def prove_untouched(context: Context, item: Compared) -> Proof | None:
     """Return the proof that a state of the optimizer is still zero."""
     del context
     if item.measured.total.size == 0.0 and item.measured.total.base > 0.0:
         return Proof(
-            STALE,
+            MISSING_CONTRIBUTION,
             0.0,
-            component="optimizer",
-            key=(STALE, "untouched"),
+            key=(MISSING_CONTRIBUTION, "untouched"),
             text="The state is still zero: the optimizer never saw a gradient for it.",
         )
     return None
@@ -278,23 +294,13 @@ def prove_other_formula(context: Context, item: Compared) -> Proof | None:
     return None
 
 
-def options_of(context: Context, name: str) -> dict[str, Any]:
-    """Return the options of the optimizer group that steps a parameter in the reference."""
-    for index in context.reference.reader.ranks:
-        for optimizer in index.optimizers:
-            for group in optimizer["groups"]:
-                if name in group["names"]:
-                    return {"class": optimizer["class"], **group["options"]}
-    return {}
-
-
 def _step_count_finding(items: list[Compared]) -> Finding:
     worst = max(items, key=lambda item: item.row.strain)
     values = worst.row.worst_values or (math.nan, math.nan)
     times = values[1] - values[0]
     return Finding(
-        component="optimizer",
-        cause=DIFFERENT_CONFIG,
+        component="state",
+        cause=STALE,
         tensor=worst.row.label,
         evidence={
             "eps_before": worst.row.eps,

@@ -14,10 +14,14 @@ from paralign.align.explain.gradients import explain_gradients
 from paralign.align.explain.losses import explain_loss, explain_tokens
 from paralign.align.explain.norms import explain_norm
 from paralign.align.explain.optimizer import explain_optimizer
+from paralign.align.explain.remaps import WRONG_LAYER, explain_remaps
 from paralign.align.explain.shared import one_factor
 from paralign.align.explain.weights import explain_weights
 from paralign.align.trace import Kind
 from paralign.align.verdict import Finding
+
+# A module may be called "norm" as well: these findings are about the number of that name.
+_SCALARS = {"tokens": ("data",), "loss": ("loss",), "norm": ("clipping",)}
 
 
 def explain(context: Context) -> list[Finding]:
@@ -29,11 +33,11 @@ def explain(context: Context) -> list[Finding]:
     context.found = list(context.facts)
     for step in context.steps:
         begin = len(context.found)
-        for explain_part in (
-            explain_weights,
-            explain_tokens,
-        ):
-            context.found += explain_part(context, step)
+        remaps = explain_remaps(context) if step == min(context.steps) else []
+        weights = explain_weights(context, step)
+        if remaps:  # the same layers, and what their names say of every rank
+            weights = [finding for finding in weights if finding.cause != WRONG_LAYER]
+        context.found += [*remaps, *weights, *explain_tokens(context, step)]
         context.found += _loss_and_gradients(context, step)
         context.found += explain_norm(context, step)
         context.found += explain_clipping(context, step)
@@ -62,7 +66,8 @@ def _loss_and_gradients(context: Context, step: int) -> list[Finding]:
 
 def _locate(context: Context, finding: Finding) -> None:
     """Add the module that owns the tensor, and where its class is defined."""
-    if finding.where is None and finding.tensor:
+    scalar = finding.tensor in _SCALARS and finding.component in _SCALARS[finding.tensor]
+    if finding.where is None and finding.tensor and not scalar:
         name = finding.tensor.split(" [")[0]
         owner = context.owners.get(name)
         finding.where = None if owner is None else dict(owner)

@@ -11,7 +11,7 @@ from paralign.align.explain.context import Context
 from paralign.align.explain.factors import CONSTANT_FACTOR
 from paralign.align.explain.gradients import group_proofs, told
 from paralign.align.explain.missing import prove_absent, prove_zeros
-from paralign.align.explain.placement import prove_misplaced, prove_permuted_rows
+from paralign.align.explain.placement import WRONG_LAYER, prove_misplaced, prove_permuted_rows
 from paralign.align.explain.precision import prove_precision
 from paralign.align.explain.proof import Held, Mix, Proof, error_left, finding_of, parts_of
 from paralign.align.explain.replicas import spread_of
@@ -47,8 +47,12 @@ def explain_weights(context: Context, step: int) -> list[Finding]:
         prove_drawn_anew,
     )
     groups, unknown = group_proofs(context, failing, hypotheses)
+    if any(proven[0][1].cause == RNG for proven in groups.values()):
+        # Small tensors (biases, norms) drawn anew show no statistics; the large ones speak for all.
+        unknown = [item for item in unknown if not item.row.ranks_off]
     findings = []
     for proven in sorted(groups.values(), key=len, reverse=True):
+        _add_axes(context, proven)
         if proven[0][1].cause != RNG and on_one_rank(context, proven):
             findings.append(single_finding(context, proven, "weights"))
         else:
@@ -59,6 +63,17 @@ def explain_weights(context: Context, step: int) -> list[Finding]:
             finding.fix = "The runs start from different weights. Start both from the same ones."
         findings.append(finding)
     return findings
+
+
+def _add_axes(context: Context, proven: list[tuple[Compared, Proof]]) -> None:
+    """Name the axis whose coordinates tell which ranks are wrong, where others are right."""
+    off = {rank for item, _ in proven for rank in item.row.ranks_off}
+    axes = context.mesh.coordinates_that_tell(sorted(off), range(context.mesh.world_size))
+    if proven[0][1].cause == WRONG_LAYER and "pp" in axes:
+        axes = ("pp",)  # layers are dealt to stages; along other axes the mistake only repeats
+    for _, proof in proven:
+        if not proof.axes and proof.cause in (WRONG_LAYER, RNG):
+            proof.axes = tuple(context.mesh.named(axes))
 
 
 def prove_scaled(context: Context, item: Compared) -> Proof | None:

@@ -212,9 +212,7 @@ def _parts(
     return _merged(weights, part)
 
 
-def _merged(
-    weights: Mapping[Label, float], key: Callable[[Label], object]
-) -> dict[object, float]:
+def _merged(weights: Mapping[Label, float], key: Callable[[Label], object]) -> dict[object, float]:
     """Return one weight per key, or nothing where the weights of a key differ."""
     found: dict[object, float] = {}
     for label, weight in weights.items():

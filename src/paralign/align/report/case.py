@@ -88,11 +88,17 @@ def explain(finding: Finding) -> str:
     lines.append(finding.fix)
     if place := place_of(finding):
         lines.append(place)
-    if finding.candidates:
-        lines.append(f"It may be any of: {', '.join(finding.candidates)}.")
+    lines += candidates_of(finding)
     if finding.separate_by:
         lines.append(f"To tell them apart: {finding.separate_by.rstrip('.')}.")
     return "\n".join(lines)
+
+
+def candidates_of(finding: Finding) -> list[str]:
+    """Return the lines that list what the numbers cannot tell apart; none where they can."""
+    if not finding.candidates:
+        return []
+    return ["It may be any of:", *(f"  - {candidate}" for candidate in finding.candidates)]
 
 
 def place_of(finding: Finding) -> str:

@@ -12,7 +12,7 @@ from paralign.align.report.numbers import finite, short
 from paralign.align.verdict import TensorRow
 
 # The first number in a name counts layers; later ones (experts) share a column.
-_LAYER = re.compile(r"^(.*?\.\d+|\d+)\.(.+)$")
+_LAYER = re.compile(r"^((?:.*?\.)?\d+)(?:\.(.+))?$")
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)")
 
 LEVELS = (0.0, 1.0, 10.0, 100.0, 1e4, 1e8)
@@ -60,7 +60,7 @@ def heat_maps(rows: Sequence[TensorRow]) -> list[HeatMap]:
 def split_name(name: str) -> tuple[str, str]:
     """Return the layer and the column of a tensor: ``layers.0`` and ``mlp.up.weight``."""
     if found := _LAYER.match(name):
-        return found[1], _NUMBER.sub("*", found[2])
+        return found[1], _NUMBER.sub("*", found[2] or "")
     head, dot, tail = name.rpartition(".")
     return (head, tail) if dot else (name, "")
 

@@ -41,6 +41,7 @@ def render_report(report: Report) -> str:
         report=report,
         tiles=_tiles(report),
         findings=[_finding(report, finding) for finding in report.findings],
+        isolated=None if report.located is None else report.located.get("isolated"),
         timeline=timeline(report),
         maps=maps,
         shown_map=_shown(maps),

@@ -5,15 +5,16 @@ Names come from the user's model and may look like markup, so everything is buil
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from rich import box
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from paralign.align.report.case import place_of
+from paralign.align.report.case import candidates_of, place_of
 from paralign.align.report.numbers import expected_and_found, finite, short
 from paralign.align.report.place import places
 from paralign.align.verdict import (
@@ -47,6 +48,8 @@ def render(report: Report, *, verbose: bool = False) -> RenderableType:
     parts: list[RenderableType] = [_headline(report), Text(f"{report.why}.")]
     if report.findings:
         parts += [Text(""), *render_findings(report.findings)]
+    if report.located is not None and report.located["isolated"] is not None:
+        parts += [Text(""), _isolated(report.located["isolated"])]
     if report.coverage.skipped:
         parts += [Text(""), _skipped(report, verbose)]
     if report.tensors:
@@ -84,13 +87,28 @@ def render_findings(findings: Sequence[Finding]) -> Iterator[RenderableType]:
         lines = [finding.fix]
         if place := place_of(finding):
             lines.append(place)
-        if finding.candidates:
-            lines.append(f"It may be any of: {', '.join(finding.candidates)}.")
+        lines += candidates_of(finding)
         if finding.separate_by:
             lines.append(f"To tell them apart: {finding.separate_by.rstrip('.')}.")
         if changed := _evidence(finding):
             lines.append(changed)
-        yield Padding(Text("\n".join(lines)), (0, 0, 0, 3))
+        yield _Indented("\n".join(lines))
+
+
+class _Indented:
+    """A paragraph below its title: wrapped to a terminal, uncut where lines may be of any length.
+
+    Rich's padding alone would cut long lines in a pipe, and with them the end of the fix.
+    """
+
+    def __init__(self, text: str, by: int = 3) -> None:
+        self.text, self.by = text, by
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        if options.no_wrap:
+            yield Text("\n".join(" " * self.by + line for line in self.text.splitlines()))
+        else:
+            yield Padding(Text(self.text), (0, 0, 0, self.by))
 
 
 def _evidence(finding: Finding) -> str:
@@ -99,6 +117,20 @@ def _evidence(finding: Finding) -> str:
     if not isinstance(before, int | float) or not isinstance(after, int | float):
         return ""
     return f"Taken out, {short(float(before))} eps become {short(float(after))}."
+
+
+def _isolated(found: Sequence[Mapping[str, Any]]) -> RenderableType:
+    """What is wrong given all that came before it: no consequence of anything else."""
+    if not found:
+        return Text("every module is right, given what came before it", style="bold")
+    lines: list[RenderableType] = [Text("wrong by itself, given what came before:", style="bold")]
+    for item in found:
+        line = f":{item['line']}" if item["line"] else ""
+        place = f" ({item['file']}{line})" if item["file"] else ""
+        text = Text.assemble("   ", (item["name"] or "the model", "cyan"))
+        text.append(f"  {item['kind']} of a {item['class']}{place}, {short(item['eps'])} eps")
+        lines.append(text)
+    return Group(*lines)
 
 
 def _skipped(report: Report, verbose: bool) -> RenderableType:

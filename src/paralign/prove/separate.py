@@ -1,0 +1,153 @@
+"""The run that tells apart what one run's numbers cannot: the same, with sizes that all differ.
+
+A gradient that is twice too large points at every axis of two ranks. With two, three and five ranks
+the factor follows the guilty one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from itertools import product
+from typing import TYPE_CHECKING
+
+from paralign.config.rules import find_problems
+from paralign.config.run import RunConfig
+from paralign.errors import ParalignError
+
+if TYPE_CHECKING:
+    from paralign.align.verdict import Finding, Report
+
+MICROBATCHES = "num_microbatches"
+MOST_RANKS = 16
+_SIZES = (1, 2, 3, 4, 5, 6, 7, 8)
+
+
+def separating_config(config: RunConfig, finding: Finding) -> RunConfig | None:
+    """Return a config near ``config`` in which the candidates of ``finding`` differ in size.
+
+    None: nothing is to be told apart by sizes, or no legal config of at most 16 ranks does it.
+    """
+    sources = _sources(finding)
+    if len(sources) < 2:
+        return None
+    names = sorted({name for source in sources for name in source})
+    best: tuple[tuple[int, ...], RunConfig] | None = None
+    for sizes in product(_SIZES, repeat=len(names)):
+        chosen = dict(zip(names, sizes, strict=True))
+        products = [math.prod(chosen[name] for name in source) for source in sources]
+        if len(set(products)) < len(products) or 1 in products:
+            continue
+        changed = _resized(config, chosen)
+        cost = (changed.mesh.degrees.world_size, sum(sizes))
+        if cost[0] > MOST_RANKS or (best is not None and cost >= best[0]):
+            continue
+        if _is_told_apart(changed, products, names) and not find_problems(changed):
+            best = cost, changed
+    return None if best is None else best[1]
+
+
+def separate(
+    config: RunConfig, report: Report, rerun: Callable[[RunConfig], Report]
+) -> tuple[Report, str | None]:
+    """Make the run that decides between the candidates of the first finding, if sizes can.
+
+    Args:
+        config: The run.
+        report: Its verdict; the first finding is completed where the second run decides.
+        rerun: Runs another config, with the same fault, and judges it.
+
+    Returns:
+        The report, and what the second run was and said; None: none was made.
+    """
+    first = report.findings[0] if report.findings else None
+    changed = separating_config(config, first) if first is not None else None
+    if first is None or changed is None:
+        return report, None
+    told = describe_change(config, changed)
+    try:
+        second = rerun(changed)
+    except ParalignError as error:
+        return report, f"{told}: it did not come to its end ({str(error).splitlines()[0]})"
+    decided = _decide(first, second)
+    if decided is None:
+        return report, f"{told}: it did not decide"
+    first.component, first.cause, first.axes = decided.component, decided.cause, list(decided.axes)
+    first.candidates, first.separate_by = list(decided.candidates), decided.separate_by
+    first.evidence["separated_by"] = told
+    place = f" over {' x '.join(decided.axes)}" if decided.axes else ""
+    first.fix += f" A second run with {told} decides: {decided.component}/{decided.cause}{place}."
+    return report, f"{told}: {decided.component}/{decided.cause}{place}"
+
+
+def describe_change(config: RunConfig, changed: RunConfig) -> str:
+    """Write the keys that differ: ``mesh.cp=3 pipeline.num_microbatches=5``."""
+    ours, theirs = config.model_dump(mode="json"), changed.model_dump(mode="json")
+    return " ".join(
+        f"{section}.{key}={value}"
+        for section, keys in theirs.items()
+        if isinstance(keys, dict)
+        for key, value in keys.items()
+        if ours[section].get(key) != value
+    )
+
+
+def _sources(finding: Finding) -> list[tuple[str, ...]]:
+    """Return the groups of sizes that the candidates point at, each once."""
+    from paralign.align.explain.candidates import meanings
+
+    if finding.separate_by is None or not finding.candidates:
+        return []
+    sources: dict[tuple[str, ...], None] = {}
+    for meaning in meanings(finding)[1:]:
+        if meaning.axes:
+            sources[tuple(sorted(meaning.axes))] = None
+        elif MICROBATCHES in finding.separate_by:
+            sources[(MICROBATCHES,)] = None
+    return list(sources)
+
+
+def _resized(config: RunConfig, sizes: dict[str, int]) -> RunConfig:
+    """Return ``config`` with other sizes, and a batch that divides into them."""
+    axes = {name: size for name, size in sizes.items() if name != MICROBATCHES}
+    mesh = config.mesh.model_copy(update=axes)
+    pieces = sizes.get(MICROBATCHES, config.pipeline.num_microbatches)
+    pipeline = config.pipeline.model_copy(update={MICROBATCHES: pieces})
+    if mesh.pp != config.mesh.pp:
+        pipeline = pipeline.model_copy(update={"layers_per_stage": None})
+    share = mesh.dp_replicate * mesh.dp_shard * pieces
+    rows = math.ceil(config.batch.global_batch / share) * share
+    seq_len = math.ceil(config.batch.seq_len / (2 * mesh.cp)) * 2 * mesh.cp
+    batch = config.batch.model_copy(update={"global_batch": rows, "seq_len": seq_len})
+    return config.model_copy(update={"mesh": mesh, "pipeline": pipeline, "batch": batch})
+
+
+def _is_told_apart(config: RunConfig, products: Sequence[int], names: Sequence[str]) -> bool:
+    """Whether no other axis, or pair of axes, has the size of a candidate."""
+    others = {
+        axis: degree for axis, degree in _sizes_of(config) if degree > 1 and axis not in names
+    }
+    return not set(others.values()) & set(products)
+
+
+def _sizes_of(config: RunConfig) -> Iterator[tuple[str, int]]:
+    for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp"):
+        yield axis, getattr(config.mesh, axis)
+    yield MICROBATCHES, config.pipeline.num_microbatches
+
+
+def _decide(first: Finding, second: Report) -> Finding | None:
+    """Return the finding of the second run, if it is one of the first's candidates and says less.
+
+    A second run that lists as many places as the first has decided nothing.
+    """
+    from paralign.align.explain.candidates import meanings
+
+    if not second.findings:
+        return None
+    found = second.findings[0]
+    listed = {(m.component, frozenset(m.axes), m.cause) for m in meanings(first)}
+    new = {(m.component, frozenset(m.axes), m.cause) for m in meanings(found)}
+    if (found.component, frozenset(found.axes), found.cause) not in listed:
+        return None
+    return found if len(new) < len(listed) else None
