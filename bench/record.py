@@ -53,6 +53,8 @@ class Cost:
     """Step times of each round, and what the recordings hold."""
 
     rounds: list[Times]
+    cpu: list[Times]
+    """Processor time of the same steps, which moves less on a machine that does other work."""
     num_bytes: dict[str, int]
     same_weights: bool
     """Whether all sides ended with the same weights, bit for bit."""
@@ -67,11 +69,13 @@ def measure(config: RunConfig, rounds: int) -> Cost:
     }
     data = build_data(config)
     times: list[Times] = []
+    cpu: list[Times] = []
     num_bytes: dict[str, int] = {}
     for side in SIDES:  # warm up; the optimizer makes its state
         _step(models[side], optimizers[side], data.global_batch(0), None)
     for number in range(rounds):
         taken: Times = {}
+        used: Times = {}
         batch = data.global_batch(number + 1)
         for side in turns(list(SIDES), number):
             with tempfile.TemporaryDirectory(prefix="paralign-bench-") as folder:
@@ -80,18 +84,20 @@ def measure(config: RunConfig, rounds: int) -> Cost:
                 if what:
                     context = record(folder, model, optimizer=optimizer, steps=1, what=what)
                 with context as recorder:
-                    began = time.perf_counter()
+                    began, used_before = time.perf_counter(), time.process_time()
                     _step(model, optimizer, batch, recorder)
                     taken[side] = time.perf_counter() - began
+                    used[side] = time.process_time() - used_before
                 num_bytes[side] = sum(path.stat().st_size for path in Path(folder).iterdir())
         times.append(taken)
+        cpu.append(used)
     weights = [list(model.parameters()) for model in models.values()]
     same = all(
         torch.equal(first, other)
         for others in weights[1:]
         for first, other in zip(weights[0], others, strict=True)
     )
-    return Cost(rounds=times, num_bytes=num_bytes, same_weights=same)
+    return Cost(rounds=times, cpu=cpu, num_bytes=num_bytes, same_weights=same)
 
 
 def problems(cost: Cost) -> list[str]:
@@ -142,13 +148,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f"batch.seq_len={options.seq_len}",
     ]
     cost = measure(load_config(EXAMPLE, overrides), options.rounds)
-    print("side              median      ratio    target     written")
+    print("side              median     ratio    target   processor     ratio       written")
     for side in SIDES:
-        ratio = median_ratio(cost.rounds, side, "plain")
         target = f"{TARGETS[side]:.2f}" if side in TARGETS else ""
+        ratio, of_cpu = (median_ratio(times, side, "plain") for times in (cost.rounds, cost.cpu))
         print(
-            f"{side:12}   {median_seconds(cost.rounds, side):7.3f} s   {ratio:7.3f}   {target:>7}   "
-            f"{cost.num_bytes[side] / 2**20:7.1f} MiB"
+            f"{side:12}   {median_seconds(cost.rounds, side):7.3f} s   "
+            f"{ratio:7.3f}   {target:>7}   {median_seconds(cost.cpu, side):7.3f} s   {of_cpu:7.3f}"
+            f"   {cost.num_bytes[side] / 2**20:7.1f} MiB"
         )
     print(f"same weights at the end: {'yes, bit for bit' if cost.same_weights else 'NO'}")
     found = problems(cost)

@@ -109,7 +109,7 @@ def train(trace: str, *, reference: bool = False, fault: bool = False) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     mesh = None if reference else {"pp": dist.group.WORLD}  # paralign
     facts = {"num_microbatches": 1 if reference else MICROBATCHES}  # paralign
-    rec = pa.record(trace, model, mesh=mesh, optimizer=optimizer, facts=facts).start()  # paralign
+    rec = pa.record(trace, model, mesh=mesh, facts=facts, steps=STEPS).start()  # paralign
     for step in range(STEPS):
         tokens, labels = text_batch(step)
         num_tokens = int((labels != -100).sum())

@@ -138,9 +138,8 @@ def train(trace: str, *, reference: bool = False, fault: bool = False) -> None:
     cp_rank, cp_degree = (0, 1) if reference else (dist.get_rank(), dist.get_world_size())
     model = Transformer(group).double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
-    mesh = None if reference else {"cp": group}  # paralign
-    what = ("loss", "norm", "params", "grads", "inputs")  # paralign
-    rec = pa.record(trace, model, mesh=mesh, optimizer=optimizer, what=what).start()  # paralign
+    mesh, what = group and {"cp": group}, ("loss", "norm", "params", "grads", "inputs")  # paralign
+    rec = pa.record(trace, model, mesh=mesh, what=what, steps=STEPS).start()  # paralign
     for step in range(STEPS):
         tokens = text_tokens(step)
         labels = shift(tokens)
@@ -153,6 +152,7 @@ def train(trace: str, *, reference: bool = False, fault: bool = False) -> None:
         num_tokens = (labels != -100).sum()
         if group is not None:
             dist.all_reduce(num_tokens, group=group)
+        rec.inputs(tokens, labels=labels, positions=positions)  # paralign
         logits = model(tokens, positions)
         loss_sum = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
         (loss_sum / num_tokens).backward()

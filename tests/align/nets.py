@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +64,8 @@ def train(
     *,
     micro_batches: int = 2,
     change: Callable[[nn.Module], None] | None = None,
+    data: Sequence[tuple[Tensor, Tensor]] | None = None,
+    told: bool = False,
     **options: Any,
 ) -> nn.Module:
     """Train one step, summing gradients over micro-batches.
@@ -74,6 +76,8 @@ def train(
         call: Tokens -> logits; None: the model.
         micro_batches: Number of them.
         change: Called when the gradients are there, to break them.
+        data: Tokens and labels of every step; None: one step of the usual ones.
+        told: The loop tells the inputs, labels as well.
         options: Of ``record``.
     """
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -82,7 +86,9 @@ def train(
     if folder is not None:
         options = {"what": ALL, **options}
         recorder = record(folder, model, optimizer=optimizer, **options).start()
-    for tokens, labels in batches(1):
+    for tokens, labels in batches(1) if data is None else data:
+        if told and recorder is not None:
+            recorder.inputs(tokens, labels=labels)
         for rows in range(0, 8, 8 // micro_batches):
             part = slice(rows, rows + 8 // micro_batches)
             logits = forward(tokens[part]).flatten(0, 1)
@@ -93,4 +99,5 @@ def train(
         if change is not None:
             change(model)
         optimizer.step()
+        optimizer.zero_grad()
     return model

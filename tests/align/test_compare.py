@@ -187,7 +187,7 @@ def test_loss_tokens_and_norm(tmp_path: Path) -> None:
     report = judge(tmp_path, [toy_step()], loss=4.0)
     assert (report.findings[0].component, report.findings[0].cause) == ("loss", "reported_value")
     report = judge(tmp_path, [toy_step()], tokens=11)
-    assert (report.findings[0].component, report.findings[0].cause) == ("data", "different_data")
+    assert (report.findings[0].component, report.findings[0].cause) == ("data", "reported_value")
     assert judge(tmp_path, [toy_step()], loss=float("nan")).verdict == "misaligned"
     write_trace(tmp_path / "ref", [toy_step()], norm=1.5)
     write_trace(tmp_path / "par", [toy_step()], norm=1.5 * (1 + 1e-12))

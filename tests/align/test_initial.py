@@ -18,6 +18,9 @@ from paralign.testing import run_on_ranks
 from tests.align.toys import Toy, build, train
 
 
+CPU = torch.device("cpu")
+
+
 def other() -> Toy:
     """The toy with other values."""
     model = build()
@@ -96,7 +99,7 @@ def load_sharded(folder: str, kind: str) -> list[bool]:
         fully_shard(model, mesh=mesh)
     else:
         model.layers[0].bias.requires_grad_(True)
-        model = FullyShardedDataParallel(model, use_orig_params=kind == "originals")
+        model = FullyShardedDataParallel(model, use_orig_params=kind == "originals", device_id=CPU)
     assert load_initial(model, folder, mesh=mesh) == ["unused"]
     if kind == "fsdp2":
         found = {n: p.full_tensor() for n, p in model.named_parameters()}

@@ -22,6 +22,7 @@ from paralign.testing import run_on_ranks
 from tests.align.toys import EVERYTHING, Toy, batches, build, loss_of
 
 WHAT = (*EVERYTHING, "microbatch_grads")
+CPU = torch.device("cpu")
 
 
 def toy() -> Toy:
@@ -75,9 +76,9 @@ def train_on_ranks(folder: str, kind: str) -> None:
     else:
         originals = kind == "fsdp1 originals"
         model.layers[1] = FullyShardedDataParallel(
-            model.layers[1], use_orig_params=originals, device_id=None
+            model.layers[1], use_orig_params=originals, device_id=CPU
         )
-        model = FullyShardedDataParallel(model, use_orig_params=originals)
+        model = FullyShardedDataParallel(model, use_orig_params=originals, device_id=CPU)
     train(folder, model, mesh, sync)
 
 

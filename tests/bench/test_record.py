@@ -25,6 +25,6 @@ def test_every_side_trains_alike_and_records_what_it_says() -> None:
     ],
 )
 def test_targets(times: dict[str, float], same: bool, wanted: list[str]) -> None:
-    found = problems(Cost(rounds=[times], num_bytes={}, same_weights=same))
+    found = problems(Cost(rounds=[times], cpu=[times], num_bytes={}, same_weights=same))
     assert len(found) == len(wanted)
     assert all(text in line for text, line in zip(wanted, found, strict=True))

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from paralign.cli import main
+from tests.commands.test_sweep_cases import check_schema
 
 SMALL = """\
 model: {name: llama, preset: tiny, num_layers: 2}
@@ -25,7 +26,9 @@ def run_yaml(tmp_path: Path) -> str:
 @pytest.mark.ranks
 def test_aligned_run_is_reported_written_and_kept(run_yaml, tmp_path, capsys):
     traces, report = tmp_path / "traces", tmp_path / "r.json"
+    junit, page = tmp_path / "r.xml", tmp_path / "r.html"
     options = ["--steps", "2", "--json", str(report), "--trace", str(traces)]
+    options += ["--junit", str(junit), "--report", str(page)]
     assert main(["align", run_yaml, *options]) == 0
     out, err = capsys.readouterr()
     assert out.startswith("ALIGNED")
@@ -34,6 +37,9 @@ def test_aligned_run_is_reported_written_and_kept(run_yaml, tmp_path, capsys):
     assert written["verdict"] == "aligned"
     assert written["config"]["align"]["steps"] == 2
     assert {row["step"] for row in written["tensors"]} == {0, 1}
+    check_schema("report", report.read_text())
+    assert 'tests="1" failures="0" errors="0"' in junit.read_text()
+    assert "<title>aligned: pp2, float64</title>" in page.read_text()
 
     # What was kept can be compared again, also with one side missing.
     reference, parallel = str(traces / "reference"), str(traces / "parallel")

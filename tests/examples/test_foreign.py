@@ -63,8 +63,7 @@ def test_recording_is_at_most_five_marked_lines(name):
     imports = {
         node.lineno: [alias.name for alias in node.names]
         for node in ast.walk(tree)
-        if isinstance(node, ast.Import | ast.ImportFrom)
-        and "paralign" in ast.unparse(node)
+        if isinstance(node, ast.Import | ast.ImportFrom) and "paralign" in ast.unparse(node)
     }
     assert used | set(imports) <= marked, "a line that records is not marked as added"
     assert list(imports.values()) == [["paralign"]], "only recording comes from paralign"

@@ -215,7 +215,8 @@ class _Comparison:
 
     def _profile_failures(self) -> None:
         """Say where in them the first failing tensors are off; what fails later follows from it."""
-        failing = [item for item in self._compared if not item.row.ok]
+        # Tokens are found or not found; nothing is measured of them that a profile could show.
+        failing = [i for i in self._compared if not i.row.ok and i.measured.by_rank]
         for item in failing[:MOST_PROFILES]:
             item.row.profile = error_profile(item.side, item.base, item.measured)
 

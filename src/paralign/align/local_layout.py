@@ -97,7 +97,9 @@ class LocalLayouts:
         """
         if tensor.dim() == 0 and named.parameter.dim() > 0:
             placed = self.axes.place(tensor)
-            return [HeldPiece(placed.local, (), (), placed.replicated_over)]
+            # FSDP1 leaves ranks that hold no elements without a state, so there are no set copies.
+            copies = placed.replicated_over if named.flat is None else ()
+            return [HeldPiece(placed.local, (), (), copies)]
         if given := self.rules.given(named, tensor):
             piece = HeldPiece(tensor.detach(), given.shape, given.map, given.replicated_over)
             return [self._fused(named, piece)]

@@ -134,7 +134,7 @@ class Isolation:
                         f"{quantity.shape} in the reference"
                     )
                 else:
-                    named.parameter.copy_(_whole(quantity))
+                    named.parameter.copy_(whole_of(quantity))
         if problems:
             raise ConfigError.from_problems("model is not the one that was recorded", problems)
         return model.train()
@@ -220,7 +220,7 @@ class Isolation:
         found = self.outputs.quantity(kind, name, rest)
         if not isinstance(found, Found) or found.uncovered or found.is_guess:
             return None
-        whole = _whole(found.quantity)
+        whole = whole_of(found.quantity)
         if dims.is_flat:
             return whole.reshape(tensor.shape)
         order = [0] * tensor.dim()
@@ -236,7 +236,7 @@ class Isolation:
             if grad is None or quantity is None or quantity.problems or not quantity.is_present:
                 continue
             if tuple(quantity.shape) == tuple(grad.shape):
-                self._note(Kind.GRAD, named.name, named.owner, _whole(quantity), grad)
+                self._note(Kind.GRAD, named.name, named.owner, whole_of(quantity), grad)
 
     def _note(
         self, kind: str, name: str, module: nn.Module, recorded: Tensor, computed: Tensor
@@ -277,8 +277,8 @@ class _Exchange(torch.autograd.Function):
         return grads[0], None
 
 
-def _whole(quantity: Quantity) -> Tensor:
-    """Return a global tensor in fp64; isolation holds the model in memory anyway."""
+def whole_of(quantity: Quantity) -> Tensor:
+    """Return a global tensor in fp64, all of it."""
     box = Box(tuple(0 for _ in quantity.shape), tuple(0 for _ in quantity.shape), quantity.shape)
     return quantity.fetch(box)
 

@@ -7,17 +7,22 @@ time, however large the tensors are.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from paralign.align.pair import Piece, Quantity
-from paralign.layout import Box, boxes
+from paralign.layout import Box, boxes, local_shape
 
 PART_ELEMENTS = 1 << 18
 """Elements compared at once: 2 MiB per operand, which stays in the cache."""
+
+_READ_AHEAD = 4
+"""Pieces of more parts than this are read in a thread of their own."""
+_CLOSE, _LARGE = 0.1, 1e140
 
 REPORTED_SHARE = 2e-3
 """``allclose`` with this would refuse elements with ``|d| > 2e-3 + 2e-3 * |reference|``."""
@@ -79,7 +84,9 @@ class Distance:
         self.dot += other.dot
         self.nonfinite += other.nonfinite
         self.beyond += other.beyond
-        if self.worst_index is None or _larger(other.worst, self.worst):
+        if other.worst_index is not None and (
+            self.worst_index is None or _larger(other.worst, self.worst)
+        ):
             self.worst = other.worst
             self.worst_index = other.worst_index
             self.worst_values = other.worst_values
@@ -106,33 +113,51 @@ def measure(side: Quantity, base: Quantity, *, factor: float = 1.0) -> Measured:
     result = Measured()
     for pieces in side.replicas.values():
         per_piece = [Distance() for _ in pieces]
-        for box in _parts(pieces[0]):
-            r = base.fetch(box)
+        for box, r, values in _read(pieces, base):
             if factor != 1.0:
                 r = r * factor
-            first = pieces[0].read(box)
-            distance = compare_parts(first, r, box)
+            first = values[0]
+            distance = compare_parts(first, r, box, per_piece[0].worst)
             per_piece[0].add(distance)
-            for piece, total in zip(pieces[1:], per_piece[1:], strict=True):
-                x = piece.read(box)
+            for x, total in zip(values[1:], per_piece[1:], strict=True):
                 if torch.equal(x, first):
                     total.add(distance)
                 else:
                     result.replicas_differ = True
-                    total.add(compare_parts(x, r, box))
+                    total.add(compare_parts(x, r, box, total.worst))
         for piece, distance in zip(pieces, per_piece, strict=True):
             result.by_rank.setdefault(piece.rank, Distance()).add(distance)
         result.total.add(max(per_piece, key=_badness))
     return result
 
 
+Parts = tuple[Box, Tensor, list[Tensor]]
+"""A box, what the base has there, and what each piece has."""
+
+
+def _read(pieces: Sequence[Piece], base: Quantity) -> Iterator[Parts]:
+    """Read replicas and their base part by part; of large ones the next part while one is used."""
+    parts = (
+        (box, base.fetch(box), [piece.read(box) for piece in pieces]) for box in _parts(pieces[0])
+    )
+    large = math.prod(local_shape(pieces[0].map)) > _READ_AHEAD * PART_ELEMENTS
+    return _ahead(parts) if large else parts
+
+
+def _ahead(parts: Iterator[Parts]) -> Iterator[Parts]:
+    with ThreadPoolExecutor(1) as reader:
+        coming = reader.submit(next, parts, None)
+        while (part := coming.result()) is not None:
+            coming = reader.submit(next, parts, None)
+            yield part
+
+
 def relative_distance(side: Quantity, base: Quantity) -> float:
     """Return how far ``side`` is from ``base``, relatively; of replicas one is read."""
     total = Distance()
     for pieces in side.replicas.values():
-        for box in _parts(pieces[0]):
-            r = base.fetch(box)
-            total.error = math.hypot(total.error, _norm(pieces[0].read(box) - r))
+        for _, r, (x,) in _read(pieces[:1], base):
+            total.error = math.hypot(total.error, _norm(x - r))
             total.base = math.hypot(total.base, _norm(r))
     return total.relative
 
@@ -185,38 +210,46 @@ def count_unequal(side: Quantity, base: Quantity) -> Distance:
     return total
 
 
-def compare_parts(x: Tensor, r: Tensor, box: Box) -> Distance:
-    """Measure one part, given in fp64. ``box`` says where it lies in the global tensor."""
+def compare_parts(x: Tensor, r: Tensor, box: Box, worst_before: float = -1.0) -> Distance:
+    """Measure one part, given in fp64.
+
+    Args:
+        x: The side measured.
+        r: Its base.
+        box: Where the part lies in the global tensor.
+        worst_before: The worst element so far: one that is no worse is not looked for.
+    """
     if torch.equal(x, r):
         norm = _norm(r)
         zero = tuple(box.start)
         value = float(r.reshape(-1)[0])
         return Distance(x.numel(), 0.0, norm, norm, norm * norm, 0, 0, 0.0, zero, (value, value))
-    difference = (x - r).reshape(-1)
-    magnitude = difference.abs()
-    worst, at = magnitude.max(dim=0)  # NaN wins
-    finite = bool(torch.isfinite(magnitude.sum()))
     flat_x, flat_r = x.reshape(-1), r.reshape(-1)
-    position = int(at)
-    beyond = 0
-    if not float(worst) <= REPORTED_SHARE:
+    difference = flat_x - flat_r
+    low, high = torch.aminmax(difference)  # NaN wins
+    worst = max(-float(low), float(high))
+    finite = math.isfinite(worst)
+    error, base = _norm(difference), _norm(flat_r)
+    if finite and error < _CLOSE * base < _LARGE:
+        # x = r + d: what is left to add up is d times r.
+        shared = float(torch.dot(flat_r, difference))
+        dot = base * base + shared
+        size = math.sqrt(dot + shared + error * error)
+    else:
+        size, dot = _norm(flat_x), float(torch.dot(flat_x, flat_r))
+    distance = Distance(x.numel(), error, base, size, dot, worst=worst)
+    if not finite:
+        distance.worst = math.nan if math.isnan(float(low)) else worst
+        distance.nonfinite = int((~torch.isfinite(difference)).sum())
+    if not worst <= REPORTED_SHARE:
         limit = flat_r.abs() * REPORTED_SHARE + REPORTED_SHARE
-        beyond = x.numel() - int((magnitude <= limit).sum())
-    return Distance(
-        elements=x.numel(),
-        error=_norm(difference),
-        base=_norm(flat_r),
-        size=_norm(flat_x),
-        dot=float(torch.dot(flat_x, flat_r)),
-        nonfinite=0 if finite else int((~torch.isfinite(difference)).sum()),
-        beyond=beyond,
-        worst=float(worst),
-        worst_index=tuple(
-            first + step
-            for first, step in zip(box.start, _unravel(position, box.shape), strict=True)
-        ),
-        worst_values=(float(flat_r[position]), float(flat_x[position])),
-    )
+        distance.beyond = x.numel() - int((difference.abs() <= limit).sum())
+    if not worst <= worst_before:
+        at = int(difference.abs().argmax())  # NaN wins here too
+        index = zip(box.start, _unravel(at, box.shape), strict=True)
+        distance.worst_index = tuple(first + step for first, step in index)
+        distance.worst_values = float(flat_r[at]), float(flat_x[at])
+    return distance
 
 
 def parts_of(quantity: Quantity) -> Iterator[Box]:

@@ -93,7 +93,9 @@ class MicroGradients:
             # Not a leaf: a view of FSDP1's flat tensor, another one in every forward.
             self._handles.append(tensor.register_hook(partial(self._arrives, numbers)))
 
-    def _arrives(self, numbers: list[int], gradient: Tensor) -> None:
+    def _arrives(self, numbers: list[int], gradient: Tensor | None) -> None:
+        if gradient is None:  # a function that gives its input no gradient
+            return
         for number in numbers:
             before = self._arrived.get(number)
             value = gradient.detach()

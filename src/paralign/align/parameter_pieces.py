@@ -57,9 +57,10 @@ class ParameterPieces:
             reader = reader_of(self.readers, named.parameter)
             gradient = reader.gradient(named.parameter)
             if gradient is None:
-                found += [
-                    (entry, None) for entry, _ in self._entries(kind, step, named, named.parameter)
-                ]
+                shaped = reader.value(named.parameter) if reader.gathers else named.parameter
+                if shaped is not None and self._writes(reader, named, shaped):
+                    entries = self._entries(kind, step, named, shaped)
+                    found += [(entry, None) for entry, _ in entries]
             elif self._writes(reader, named, gradient):
                 owned = reader.owned(optimizers, named.parameter)
                 found += self._entries(kind, step, named, gradient, owned=owned)
@@ -142,7 +143,12 @@ class ParameterPieces:
         owned: tuple[int, int] | None = None,
         gathered: bool = False,
     ) -> Iterator[tuple[TensorEntry, Tensor]]:
+        reader = reader_of(self.readers, named.parameter)
+        alone = reader.gathers and not gathered and tensor is not named.parameter
         for piece in self.layouts.place(named, tensor, owned=owned, gathered=gathered):
+            if alone:  # one rank writes what all of them have got
+                kept = tuple(axis for axis in piece.replicated_over if axis in MODEL_AXES)
+                piece = replace(piece, replicated_over=kept)
             yield _entry(kind, step, named, tensor, piece, state), piece.tensor
 
 

@@ -17,7 +17,7 @@ from paralign.prove.build import Numerics, build_data, build_optimizer
 from paralign.train.data import TokenSource
 
 RECORDED = ("loss", "norm", "params", "grads", "optimizer", "inputs")
-ACTIVATIONS = ("outputs", "output_grads")
+ACTIVATIONS = ("outputs", "output_grads", "microbatch_grads")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -32,6 +32,12 @@ def test_one_rank_has_a_name_too():
     assert mesh_name(report([], mesh={"pp": 1})) == "one rank, float64"
 
 
+def test_axes_that_are_folded_out_of_others_are_not_named():
+    mesh = {"pp": 2, "dp_shard": 2, "cp": 2, "tp": 1, "fsdp": 4}
+    made = report([], mesh=mesh, facts={"parallel": {"world_size": 8}})
+    assert mesh_name(made) == "pp2 dp_shard2 cp2, float64"
+
+
 def test_a_finding_as_text_leaves_nothing_out():
     assert explain(finding()).splitlines() == [
         "reduction: missing_reduction over cp (norm.weight)",

@@ -79,6 +79,15 @@ def test_findings_lead_to_their_tensor():
     assert not made.tensors[int(link)].ok
 
 
+def test_evidence_is_short_and_leaves_out_what_is_no_number():
+    evidence = {"eps_before": 4.5e15, "eps_after": float("nan"), "ranks": list(range(64))}
+    made = report([row("grad", "w", eps=1e9)], findings=[finding(evidence=evidence)])
+    text = plain(render_report(made))
+    assert "eps before 4.5e+15" in text
+    assert "eps after" not in text
+    assert "ranks 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11 and 52 more" in text
+
+
 def test_nothing_is_requested_from_anywhere():
     page = Reader(render_report(small_report()))
     outside = [

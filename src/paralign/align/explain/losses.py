@@ -168,10 +168,12 @@ def _averaged(context: Context, step: int, row: TensorRow) -> tuple[str, float] 
         by_rank: dict[int, list[ScalarEntry]] = {}
         for rank, entry in parts:
             by_rank.setdefault(rank, []).append(entry)
-        means = [_mean(entries) for entries in by_rank.values()]
-        each = [_mean([entry]) for _, entry in parts]
-        for level, values in (("rank", means), ("micro-batch", each)):
-            if len(values) > 1:
+        each = [[entry] for _, entry in parts]
+        for level, groups in (("rank", list(by_rank.values())), ("micro-batch", each)):
+            # Where all weigh alike, the plain mean is the right one and says nothing.
+            counts = {sum(entry.tokens or 0 for entry in entries) for entries in groups}
+            if len(counts) > 1:
+                values = [_mean(entries) for entries in groups]
                 left = abs(sum(values) / len(values) - value) / abs(row.worst_values[0] or 1.0)
                 if left * _per_eps(row) <= row.budget_eps:
                     return level, left

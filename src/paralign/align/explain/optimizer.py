@@ -112,7 +112,7 @@ def prove_not_stepped(context: Context, item: Compared) -> Proof | None:
     spread = spread_of(context, item) if others else None
     axes = () if spread is None else tuple(context.mesh.named(spread.axes))
     where = f" on rank {', '.join(map(str, sorted(still)))}" if others else ""
-    # With a state the optimizer saw the gradient, so what it wrote was lost; without one it did not.
+    # With a state the optimizer saw the gradient, so what it wrote was lost.
     cause = STALE if _has_state(context, item) else MISSING_CONTRIBUTION
     return Proof(
         cause,

@@ -10,11 +10,15 @@ from __future__ import annotations
 
 from paralign.align.explain.clip import explain_clipping
 from paralign.align.explain.context import Context
+from paralign.align.explain.data import explain_data
 from paralign.align.explain.gradients import explain_gradients
+from paralign.align.explain.inputs import explain_inputs
 from paralign.align.explain.losses import explain_loss, explain_tokens
 from paralign.align.explain.norms import explain_norm
 from paralign.align.explain.optimizer import explain_optimizer
+from paralign.align.explain.outputs import explain_outputs
 from paralign.align.explain.remaps import WRONG_LAYER, explain_remaps
+from paralign.align.explain.replicas import MISSING_REDUCTION
 from paralign.align.explain.shared import one_factor
 from paralign.align.explain.weights import explain_weights
 from paralign.align.trace import Kind
@@ -37,7 +41,10 @@ def explain(context: Context) -> list[Finding]:
         weights = explain_weights(context, step)
         if remaps:  # the same layers, and what their names say of every rank
             weights = [finding for finding in weights if finding.cause != WRONG_LAYER]
-        context.found += [*remaps, *weights, *explain_tokens(context, step)]
+        context.found += [*remaps, *weights]
+        context.found += explain_inputs(context, step)
+        context.found += explain_tokens(context, step)
+        context.found += explain_outputs(context, step)
         context.found += _loss_and_gradients(context, step)
         context.found += explain_norm(context, step)
         context.found += explain_clipping(context, step)
@@ -57,11 +64,28 @@ def _loss_and_gradients(context: Context, step: int) -> list[Finding]:
     joined = one_factor(losses, gradients)
     if joined is not None:
         return joined
-    if gradients and any(finding.cause != "unknown" for finding in gradients):
+    losses_known = any(finding.cause != "unknown" for finding in losses)
+    if losses_known or not any(finding.cause != "unknown" for finding in gradients):
+        # What a proven loss does not explain of the gradients may still follow from it.
+        gradients = [finding for finding in gradients if not losses or finding.cause != "unknown"]
+    else:
         losses = [finding for finding in losses if finding.cause != "unknown"]
-    elif losses:
-        gradients = [finding for finding in gradients if finding.cause != "unknown"]
-    return losses + gradients
+    return losses + _not_from_forward(context, gradients)
+
+
+def _not_from_forward(context: Context, gradients: list[Finding]) -> list[Finding]:
+    """Leave out replicas that differ along axes over which a module's outputs differ already."""
+    forward = {
+        axis
+        for finding in context.found
+        if (finding.component, finding.cause) == ("forward", MISSING_REDUCTION)
+        for axis in finding.axes
+    }
+    return [
+        finding
+        for finding in gradients
+        if finding.cause != MISSING_REDUCTION or not finding.axes or set(finding.axes) - forward
+    ]
 
 
 def _locate(context: Context, finding: Finding) -> None:

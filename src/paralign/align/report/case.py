@@ -5,6 +5,7 @@ A comparison is one case; a sweep has one per mesh, a drill one per fault.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -75,7 +76,7 @@ def case_of(report: Report) -> Case:
 
 def mesh_name(report: Report) -> str:
     """Return the axes that split something: ``dp2 cp2, float64``."""
-    degrees = [f"{axis}{degree}" for axis, degree in report.mesh.items() if degree > 1]
+    degrees = [f"{axis}{degree}" for axis, degree in split_axes(report).items()]
     return f"{' '.join(degrees) or 'one rank'}, {report.dtype}"
 
 
@@ -92,6 +93,17 @@ def explain(finding: Finding) -> str:
     if finding.separate_by:
         lines.append(f"To tell them apart: {finding.separate_by.rstrip('.')}.")
     return "\n".join(lines)
+
+
+def split_axes(report: Report) -> dict[str, int]:
+    """Return the axes that split something, without those that are folded out of others (fsdp)."""
+    axes = {axis: degree for axis, degree in report.mesh.items() if degree > 1}
+    world_size = report.facts.get("parallel", {}).get("world_size")
+    for axis in reversed(list(axes)):
+        if not isinstance(world_size, int) or math.prod(axes.values()) <= world_size:
+            break
+        del axes[axis]  # folded axes follow those that they are made of
+    return axes
 
 
 def candidates_of(finding: Finding) -> list[str]:

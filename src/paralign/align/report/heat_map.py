@@ -15,6 +15,8 @@ from paralign.align.verdict import TensorRow
 _LAYER = re.compile(r"^((?:.*?\.)?\d+)(?:\.(.+))?$")
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)|^\d+(?=\.)")
 
+_WITHOUT_LAYER = ("input", "loss", "norm", "tokens")
+
 LEVELS = (0.0, 1.0, 10.0, 100.0, 1e4, 1e8)
 """Upper ends of the colours, in eps; two more follow: larger, and no number."""
 LEVEL_NAMES = ("0", "below 1", "1-10", "10-100", "100-1e4", "1e4-1e8", "1e8 and more", "no number")
@@ -48,10 +50,10 @@ class HeatMap:
 
 
 def heat_maps(rows: Sequence[TensorRow]) -> list[HeatMap]:
-    """Return one map per kind of tensor, in causal order. Losses and norms have none."""
+    """Return one map per kind of tensor, in causal order. What has no layer has none."""
     by_kind: dict[str, list[tuple[int, TensorRow]]] = {}
     for at, row in enumerate(rows):
-        if row.kind not in ("loss", "norm", "tokens"):
+        if row.kind not in _WITHOUT_LAYER:
             title = f"{row.kind} {row.state}" if row.state else row.kind
             by_kind.setdefault(title, []).append((at, row))
     return [_map(kind, items) for kind, items in by_kind.items()]

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from paralign.align.report.case import CaseList, mesh_name, place_of
+from paralign.align.report.case import CaseList, mesh_name, place_of, split_axes
 from paralign.align.report.cases_page import render_cases
 from paralign.align.report.curves import curves
 from paralign.align.report.heat_map import LEVEL_NAMES, HeatMap, heat_maps
@@ -18,6 +18,8 @@ from paralign.align.verdict import Finding, Report, TensorRow
 
 _FIRST_ROWS = 50
 """Tensors that the page shows without its script."""
+_FEW = 12
+"""Items of a list that are written out."""
 _YARDSTICKS = {
     "fp64": "budget: fixed multiples of eps",
     "truth": "budget: the fp64 truth",
@@ -77,7 +79,7 @@ def _tiles(report: Report) -> list[tuple[str, str, str]]:
         )
     )
     tiles.append(("dtype", report.dtype, _YARDSTICKS.get(report.yardstick, report.yardstick)))
-    mesh = [f"{axis} {degree}" for axis, degree in report.mesh.items() if degree > 1]
+    mesh = [f"{axis} {degree}" for axis, degree in split_axes(report).items()]
     tiles.append(("mesh", " x ".join(mesh) or "one rank", ""))
     return tiles
 
@@ -94,7 +96,7 @@ def _finding(report: Report, finding: Finding) -> dict[str, Any]:
         "evidence": [
             (name.replace("_", " "), _value(value))
             for name, value in finding.evidence.items()
-            if value is not None and name != "share_beyond_2e-3"
+            if name != "share_beyond_2e-3" and value is not None and value == value  # no NaN
         ],
         "missed": _missed(finding),
     }
@@ -115,7 +117,8 @@ def _value(value: Any) -> str:
     if isinstance(value, dict):
         return ", ".join(f"{name} {_value(item)}" for name, item in value.items()) or "none"
     if isinstance(value, list | tuple):
-        return ", ".join(map(_value, value)) or "none"
+        rest = f" and {len(value) - _FEW} more" if len(value) > _FEW else ""
+        return (", ".join(map(_value, value[:_FEW])) or "none") + rest
     return str(value)
 
 

@@ -5,6 +5,7 @@ Names come from the user's model and may look like markup, so everything is buil
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -115,6 +116,8 @@ def _evidence(finding: Finding) -> str:
     """The proof in one line: what the error was, and what is left once the cause is taken out."""
     before, after = (finding.evidence.get(f"eps_{when}") for when in ("before", "after"))
     if not isinstance(before, int | float) or not isinstance(after, int | float):
+        return ""
+    if not math.isfinite(after):
         return ""
     return f"Taken out, {short(float(before))} eps become {short(float(after))}."
 

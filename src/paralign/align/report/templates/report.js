@@ -294,7 +294,7 @@
     const parts = [make("h3", {}, "Where in the tensor")];
     const found = tensor.profile;
     if (!found) {
-      parts.push(make("p", { className: "note" }, "Not looked at: many tensors fail before this one."));
+      parts.push(make("p", { className: "note" }, "Not looked at closer: many tensors fail before this one, or it holds whole numbers."));
       return parts;
     }
     if (found.places.length) {
