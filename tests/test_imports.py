@@ -44,6 +44,55 @@ PRIVATE_TORCH = {
     "parallel/context_guards.py": "torch._subclasses",  # a fake tensor has no values to check
 }
 
+# What the recording half uses of torch; all of it is in torch 2.4. A name that is not listed here
+# is to be looked up in that version first.
+IN_TORCH_2_4 = set(
+    """
+    Generator Tensor __version__ bool cat dtype empty empty_like equal float64 full int16 int32
+    int64 int8 is_grad_enabled isfinite no_grad ones randint stack tensor where zeros
+    _C._current_graph_task_id autograd.backward autograd.grad linalg.vector_norm
+    distributed.all_gather_object distributed.get_process_group_ranks distributed.get_rank
+    distributed.get_world_size distributed.is_available distributed.is_initialized
+    nn.Module nn.ModuleDict nn.ModuleList nn.Parameter nn.utils nn.utils.clip_grad optim.Optimizer
+    optim.optimizer.register_optimizer_step_post_hook
+    optim.optimizer.register_optimizer_step_pre_hook
+    """.split()
+)
+
+
+def recording_half() -> set[Path]:
+    """Return the files of align/ that recording and loading use, directly or not."""
+    found: set[Path] = set()
+    waiting = ["paralign.align.record.x", "paralign.align.initial.x"]
+    while waiting:
+        path = SRC.parent.joinpath(*waiting.pop().split(".")[:-1]).with_suffix(".py")
+        if path.is_file() and path not in found:
+            found.add(path)
+            waiting += [n for n in imports(path.read_text()) if n.startswith("paralign.align.")]
+            # ``from room import file`` names the file itself.
+            waiting += [f"{n}.x" for n in imports(path.read_text()) if n.startswith("paralign.")]
+    return found
+
+
+def torch_names(source: str) -> set[str]:
+    """Return what ``source`` uses of torch, without ``torch.``; the longest names only."""
+    tree = ast.parse(source)
+    alias = {"torch": "torch"}
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
+            alias |= {a.asname or a.name: f"{node.module}.{a.name}" for a in node.names}
+            names |= {f"{node.module}.{a.name}" for a in node.names}
+        elif isinstance(node, ast.Import):
+            alias |= {a.asname: a.name for a in node.names if a.asname}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            head, _, rest = ast.unparse(node).partition(".")
+            if head in alias and all(part.isidentifier() for part in rest.split(".")):
+                names.add(f"{alias[head]}.{rest}")
+    ours = {name.removeprefix("torch.") for name in names if name.startswith("torch.")}
+    return {name for name in ours if not any(other.startswith(f"{name}.") for other in ours)}
+
 
 def imports(source: str) -> Iterator[str]:
     """Return the modules that ``source`` imports when it runs, also inside functions."""
@@ -164,3 +213,55 @@ def test_importing_the_package_loads_neither_torch_nor_pydantic(statement):
     code = f"import sys; {statement}; print({heavy})"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.strip() == "[]"
+
+
+def test_recording_uses_nothing_newer_than_torch_2_4():
+    files = recording_half()
+    assert {"recorder", "watch", "initial", "deepspeed"} <= {path.stem for path in files}
+    used = {path.name: torch_names(path.read_text()) for path in files}
+    modules = {"nn", "distributed", "optim", "autograd", "Tensor"}
+    newer = {
+        name: sorted(found - IN_TORCH_2_4 - modules)
+        for name, found in used.items()
+        if found - IN_TORCH_2_4 - modules
+    }
+    assert newer == {}
+
+
+def test_a_newer_name_is_caught():
+    code = "import torch\nfrom torch import nn\ntorch.float4(nn.Buffer)"
+    assert torch_names(code) == {"float4", "nn.Buffer"}
+    assert not torch_names(code) <= IN_TORCH_2_4
+
+
+WITHOUT_EXTRAS = """
+import sys
+
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("pydantic", "typer", "rich", "jinja2"):
+            raise ModuleNotFoundError(name)
+
+sys.meta_path.insert(0, Blocked())
+import torch
+import paralign as pa
+
+folder = sys.argv[1]
+model = torch.nn.Linear(3, 2)
+optimizer = torch.optim.AdamW(model.parameters())
+with pa.record(folder, model, what=("loss", "norm", "params", "grads", "optimizer")) as rec:
+    loss = model(torch.ones(4, 3)).sum()
+    loss.backward()
+    rec.loss(loss, tokens=4)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    optimizer.step()
+assert pa.load_initial(model, folder) == []
+print(pa.compare(folder, folder).verdict)
+"""
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_recording_needs_only_torch_and_safetensors(tmp_path):
+    command = [sys.executable, "-W", "ignore", "-c", WITHOUT_EXTRAS, str(tmp_path / "t")]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert run.stdout.strip() == "aligned", run.stderr

@@ -35,6 +35,7 @@ PUBLIC = {
     "align",
     "build_mesh",
     "compare",
+    "fault",
     "inspect",
     "load_config",
     "load_initial",

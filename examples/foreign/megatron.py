@@ -129,9 +129,10 @@ class VocabParallelLoss(torch.autograd.Function):
 def shard(whole: Tensor, tp: Tensors, dim: int, stride: int = 1) -> nn.Parameter:
     """Cut this rank's part of a weight, marked as Megatron does; ``stride`` parts are fused."""
     parts = [part.chunk(tp.degree, dim)[tp.rank] for part in whole.chunk(stride, dim)]
-    parameter: Any = nn.Parameter(torch.cat(parts, dim).clone())
-    parameter.tensor_model_parallel = True
-    parameter.partition_dim, parameter.partition_stride = dim, stride
+    parameter = nn.Parameter(torch.cat(parts, dim).clone())
+    marked: Any = parameter
+    marked.tensor_model_parallel = True
+    marked.partition_dim, marked.partition_stride = dim, stride
     return parameter
 
 
@@ -161,8 +162,9 @@ class RowParallelLinear(nn.Module):
         super().__init__()
         self.tp = tp
         self.weight = shard(normal(out_features, in_features), tp, 1)
-        self.bias: Any = nn.Parameter(normal(out_features))
-        self.bias.sequence_parallel = True
+        self.bias = nn.Parameter(normal(out_features))
+        marked: Any = self.bias
+        marked.sequence_parallel = True
 
     def forward(self, x: Tensor) -> Tensor:
         """Return all features of this rank's slice; the bias is added once."""

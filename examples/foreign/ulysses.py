@@ -55,8 +55,7 @@ class AllToAll(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         """Exchange the gradients the other way."""
-        back: Tensor = AllToAll.apply(grads[0], ctx.group, *ctx.dims)  # type: ignore[no-untyped-call]
-        return back, None, None, None
+        return exchange(grads[0], ctx.group, *ctx.dims), None, None, None
 
 
 def rotate(x: Tensor, positions: Tensor) -> Tensor:
@@ -66,6 +65,12 @@ def rotate(x: Tensor, positions: Tensor) -> Tensor:
     angle = positions[:, None, :, None] * speed
     a, b = x[..., :half], x[..., half:]
     return torch.cat((a * angle.cos() - b * angle.sin(), a * angle.sin() + b * angle.cos()), -1)
+
+
+def exchange(x: Tensor, group: Any, split_dim: int, concat_dim: int) -> Tensor:
+    """Split one dim over the ranks and bring another together."""
+    exchanged: Tensor = AllToAll.apply(x, group, split_dim, concat_dim)  # type: ignore[no-untyped-call]
+    return exchanged
 
 
 class Attention(nn.Module):
@@ -86,10 +91,10 @@ class Attention(nn.Module):
         )
         q, k = rotate(q, positions), rotate(k, positions)
         if self.group is not None:
-            q, k, v = (AllToAll.apply(part, self.group, 1, 2) for part in (q, k, v))
+            q, k, v = (exchange(part, self.group, 1, 2) for part in (q, k, v))
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         if self.group is not None:
-            mixed = AllToAll.apply(mixed, self.group, 2, 1)
+            mixed = exchange(mixed, self.group, 2, 1)
         output: Tensor = self.wo(mixed.transpose(1, 2).flatten(2))
         return output
 

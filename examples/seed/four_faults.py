@@ -66,8 +66,13 @@ class AllToAll(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         """Exchange the gradients the other way."""
-        back: Tensor = AllToAll.apply(grads[0], ctx.group, *ctx.dims)  # type: ignore[no-untyped-call]
-        return back, None, None, None
+        return exchange(grads[0], ctx.group, *ctx.dims), None, None, None
+
+
+def exchange(x: Tensor, group: Any, split_dim: int, concat_dim: int) -> Tensor:
+    """Split one dim over the ranks and bring another together."""
+    exchanged: Tensor = AllToAll.apply(x, group, split_dim, concat_dim)  # type: ignore[no-untyped-call]
+    return exchanged
 
 
 class AttentionCore(nn.Module):
@@ -81,13 +86,13 @@ class AttentionCore(nn.Module):
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Exchange the sequence for the heads, attend, and exchange back."""
         if self.group is not None:
-            q, k, v = (AllToAll.apply(x, self.group, self.head_dim, 2) for x in (q, k, v))
+            q, k, v = (exchange(x, self.group, self.head_dim, 2) for x in (q, k, v))
         scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
         if scores.shape[-1] == SEQ_LEN:  # a mask of another size is dropped without a word
             scores = scores.masked_fill(~self.mask, -math.inf)
         mixed = scores.softmax(-1) @ v
         if self.group is not None:
-            mixed = AllToAll.apply(mixed, self.group, 2, self.head_dim)
+            mixed = exchange(mixed, self.group, 2, self.head_dim)
         return mixed
 
 

@@ -33,6 +33,12 @@ def check_schema(report: Report) -> None:
     jsonschema.Draft202012Validator(schema).validate(json.loads(report.to_json()))
 
 
+def check_trace(folder: Path) -> None:
+    schema = json.loads((SCHEMAS / "trace.schema.json").read_text())
+    for path in folder.glob("*.json"):
+        jsonschema.Draft202012Validator(schema).validate(json.loads(path.read_text()))
+
+
 def judge(tmp_path: Path, parallel: Any, reference: Any = None, **options: Any) -> Report:
     """Compare a sharded run of ``parallel`` tensors with a reference on one device."""
     write_trace(tmp_path / "ref", reference or [toy_step()])

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from paralign.align import compare, record
 from paralign.align.fused import Fused
@@ -74,6 +75,29 @@ def test_a_wrong_rule_is_not_aligned(tmp_path: Path) -> None:
         assert all(row.ok for row in report.tensors if row.name == "layers.0.norm"), way
 
 
+def record_shards_under_fsdp(source: str, folder: str) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    at = mesh.get_coordinate()
+    assert at is not None
+    model = Model({name: torch.zeros_like(t) for name, t in sharded_tensors(at[1], 2).items()})
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh["dp"])
+    fully_shard(model, mesh=mesh["dp"])
+    rules: dict[str, Any] = {"names": FUSED_NAMES, "shards": SHARDS, "mesh": mesh}
+    assert load_initial(model, source, **rules) == []
+    with record(folder, model, what=WHAT, **rules):
+        train(model)
+
+
+@pytest.mark.ranks
+def test_shards_that_fsdp_has_cut_once_more(tmp_path: Path) -> None:
+    record_whole(tmp_path / "one")
+    run_on_ranks(record_shards_under_fsdp, 4, str(tmp_path / "one"), str(tmp_path / "par"))
+    report = compare(tmp_path / "one", tmp_path / "par", allow_skipped=True)
+    assert report.verdict == "aligned", report.why
+    assert report.coverage.compared == report.coverage.parameters == 15
+
+
 def load_and_record(source: str, folder: str) -> list[float]:
     rank = dist.get_rank()
     rules: dict[str, Any] = {"names": FUSED_NAMES, "shards": SHARDS, "mesh": {"tp": (rank, 2)}}
@@ -103,7 +127,7 @@ def test_shards_are_loaded_from_a_run_on_one_device(tmp_path: Path) -> None:
 
 def refuse(folder: str, case: str) -> str:
     rank = dist.get_rank()
-    arguments: dict[str, Any] = {
+    cases: dict[str, dict[str, Any]] = {
         "pattern": {"shards": {"*.no_such": {"tp": 0}}, "mesh": {"tp": (rank, 2)}},
         "place": {"mesh": {"tp": (0, 2)}},
         "half": {"mesh": {"dp": (0, 1), "tp": (rank, 3)}},
@@ -112,9 +136,9 @@ def refuse(folder: str, case: str) -> str:
             "names": {"weight": Fused({"q": KV, "k": 3}, groups=5)},
             "mesh": {"tp": (rank, 2)},
         },
-    }[case]
+    }
     try:
-        with record(folder, nn.Linear(2, 2, bias=False), what=("params",), **arguments):
+        with record(folder, nn.Linear(2, 2, bias=False), what=("params",), **cases[case]):
             pass
     except ConfigError as error:
         return str(error)

@@ -17,7 +17,6 @@ from paralign.errors import ConfigError, TraceError
 from paralign.testing import run_on_ranks
 from tests.align.toys import Toy, build, train
 
-
 CPU = torch.device("cpu")
 
 

@@ -17,7 +17,59 @@ from paralign.align.trace_reader import TraceReader
 from paralign.errors import TraceError
 from paralign.layout import boxes
 from paralign.testing import run_on_ranks
-from tests.align.toys import EVERYTHING, batches, build, loss_of, train
+from tests.align.toys import EVERYTHING, batches, build, loss_of, tensors, train
+
+
+def test_clipped_gradients_are_taken_only_where_clipping_changed_them(tmp_path: Path) -> None:
+    for max_norm, expected in ((0.01, True), (1e9, False)):
+        model = build()
+        with record(tmp_path / "t", model):
+            train(model, 1, max_norm=max_norm)
+        found = tensors(tmp_path / "t")
+        clipped = {name: t for (kind, _, name), t in found.items() if kind == Kind.CLIPPED_GRAD}
+        assert bool(clipped) is expected
+        for name, parameter in model.named_parameters():
+            if expected and parameter.grad is not None:
+                assert torch.equal(clipped[name], parameter.grad)
+
+
+class Trainer:
+    """A loop with everything inside ``step()``."""
+
+    def __init__(self, model: nn.Module, max_norm: float | None) -> None:
+        self.model, self.max_norm = model, max_norm
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        self.batches = batches(2)
+
+    def step(self) -> None:
+        tokens, labels = next(self.batches)
+        self.optimizer.zero_grad()
+        loss_of(self.model, tokens, labels, labels.numel()).backward()
+        if self.max_norm is not None:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.max_norm)
+        self.optimizer.step()
+
+
+@pytest.mark.parametrize("max_norm", [0.01, None])
+@pytest.mark.parametrize("told", [True, False])
+def test_a_trainer_that_does_all_in_one_step(
+    tmp_path: Path, max_norm: float | None, told: bool
+) -> None:
+    model = build()
+    with record(tmp_path / "one", model, steps=2, what=("params", "grads")):
+        train(model, 2, max_norm=1e9 if max_norm is None else max_norm)
+    model = build()
+    trainer = Trainer(model, max_norm)
+    optimizer = trainer if told else None
+    what = ("params", "grads")
+    with record(tmp_path / "t", model, optimizer=optimizer, steps=2, what=what):
+        trainer.step()
+        trainer.step()
+    one, found = tensors(tmp_path / "one"), tensors(tmp_path / "t")
+    assert found.keys() == one.keys()
+    assert (Kind.GRAD, 1, "norm.weight") in found
+    assert all(torch.equal(found[key], one[key]) for key in one)
+
 
 # ---- real ranks ----
 

@@ -172,8 +172,8 @@ PLANS = [
         id="program",
         text=GOOD + 'program: "my_pkg.parallel:build"\n',
         value="program='my_pkg.parallel:build'",
-        rule="not in this version of paralign",
-        fix="Remove `program`",
+        rule="there is no module my_pkg",
+        fix="Start paralign in the folder that holds my_pkg",
     ),
     Wrong(
         id="train",

@@ -17,6 +17,10 @@ def doubled(step):
     return {key: 2 * value if key[0] == Kind.GRAD else value for key, value in step.items()}
 
 
+def gradients_of(net):
+    return {name: p.grad for name, p in net.named_parameters()}
+
+
 def traces(tmp_path, parallel):
     return (
         write_trace(tmp_path / "ref", [toy_step()]),
@@ -55,7 +59,7 @@ def test_a_live_pair_right_after_backward():
 
 
 def test_gradients_by_name_are_a_reference():
-    gradients = {name: p.grad for name, p in reference().named_parameters()}
+    gradients = gradients_of(reference())
     assert assert_aligned(gradients, reference()).coverage.compared == 6
     gradients["3.bias"] = gradients["3.bias"] + 1
     with pytest.raises(AlignError, match=r"3\.bias"):
@@ -64,7 +68,7 @@ def test_gradients_by_name_are_a_reference():
 
 def test_a_gradient_that_is_missing_on_one_side_fails():
     net = reference()
-    net[3].bias.grad = None
+    net.get_parameter("3.bias").grad = None
     with pytest.raises(AlignError, match=r"3\.bias"):
         assert_aligned(reference(), net)
 
@@ -86,14 +90,25 @@ def test_a_truth_in_float64_for_runs_in_float32():
 
 def test_recording_leaves_the_gradients_alone():
     net = reference()
-    before = [p.grad.clone() for p in net.parameters()]
+    before = {name: gradient.clone() for name, gradient in gradients_of(net).items()}
     assert_aligned(reference(), net)
-    assert all(torch.equal(p.grad, g) for p, g in zip(net.parameters(), before, strict=True))
+    after = gradients_of(net)
+    assert all(torch.equal(after[name], gradient) for name, gradient in before.items())
 
 
 def test_a_folder_keeps_the_traces(tmp_path):
     assert_aligned(reference(), reference(), folder=tmp_path / "kept")
     assert assert_aligned(tmp_path / "kept/reference", tmp_path / "kept/parallel").verdict
+
+
+def test_a_trace_is_a_reference_for_a_live_module(tmp_path):
+    gradients = gradients_of(reference())
+    assert_aligned(gradients, reference(), folder=tmp_path)
+    assert assert_aligned(tmp_path / "reference", reference()).coverage.compared == 6
+    assert_aligned(reference(), reference(), folder=tmp_path)
+    with pytest.raises(AlignError, match="inconclusive"):
+        assert_aligned(tmp_path / "reference", reference())
+    assert assert_aligned(tmp_path / "reference", reference(), allow_skipped=True)
 
 
 @pytest.mark.parametrize(

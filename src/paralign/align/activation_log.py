@@ -1,13 +1,14 @@
 """Write what passes through modules into the trace: inputs, outputs, output gradients.
 
-Tensors are copied as they pass, because the run may change them in place afterwards, and written in
-files of some :data:`CHUNK_BYTES`, so that no more than that is held in memory.
+Tensors are written as they pass, because the run may change them in place afterwards; so nothing is
+held in memory.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -15,14 +16,13 @@ from torch import Tensor, nn
 from paralign.align.activations import ActivationWatch, Seen
 from paralign.align.module_names import named_modules
 from paralign.align.names import NamedParameter
+from paralign.align.payload_stream import PayloadStream
 from paralign.align.placements import RankAxes, is_dtensor, local_of
 from paralign.align.tensor_entry import DTYPE_CODES, Kind, TensorEntry
-from paralign.align.trace import RankIndex, TokenMap
+from paralign.align.trace import RankIndex, TokenMap, rank_stem
 from paralign.align.trace_writer import TraceWriter, dtype_name
 from paralign.errors import ConfigError
 from paralign.layout import whole
-
-CHUNK_BYTES = 64 << 20
 
 ACTIVATIONS = ("inputs", "outputs", "output_grads")
 """What of ``pa.record(what=...)`` is seen while it passes through modules."""
@@ -67,16 +67,16 @@ class ActivationLog:
         self._step = step
         self._writer: TraceWriter | None = None
         self._watch = self._watch_of(modules)
-        self._buffer: list[tuple[TensorEntry, Tensor | None]] = []
-        self._bytes = 0
-        self._chunk = 0
+        self._stream: PayloadStream | None = None
+        self._num_files = 0
         self._order = 0
         self._told = 0
         """Calls of :meth:`inputs` in this step; the model's own arguments do not count then."""
         self._heard: set[tuple[int, str]] = set()
         self._grid: dict[int, tuple[int, int]] = {}
         """Rows and positions of each micro-batch, where its tokens were seen."""
-        self._last: tuple[Tensor, int, Tensor] | None = None
+        self._last: tuple[Tensor, int, TensorEntry] | None = None
+        """What was written last, by its owner and version."""
 
     def watch_modules(self, modules: Sequence[nn.Module]) -> None:
         """Watch other modules than those that hold the parameters: a copy in another dtype.
@@ -97,14 +97,22 @@ class ActivationLog:
             self._watch.start()
 
     def stop(self) -> None:
-        """Remove all hooks."""
+        """Remove all hooks, and finish the file in progress."""
         self._watch.stop()
+        self._close()
+
+    def abandon(self) -> None:
+        """Remove all hooks, and the file in progress."""
+        self._watch.stop()
+        if self._stream is not None:
+            self._stream.abandon()
+            self._stream = None
 
     def end_step(self) -> None:
-        """Write what is left of the step in progress and begin to count anew."""
-        self._flush()
+        """Finish the step's last file and begin to count anew."""
+        self._close()
         self._watch.new_step()
-        self._chunk = self._order = self._told = 0
+        self._num_files = self._order = self._told = 0
         self._heard.clear()
         self._grid.clear()
         self._last = None
@@ -166,9 +174,6 @@ class ActivationLog:
 
     def _forget_arguments(self, step: int) -> None:
         """What the loop tells counts, not what a first forward was seen to take."""
-        self._buffer = [
-            (entry, tensor) for entry, tensor in self._buffer if entry.kind != Kind.INPUT
-        ]
         self._index.tensors[:] = [
             entry for entry in self._index.tensors if (entry.kind, entry.step) != (Kind.INPUT, step)
         ]
@@ -186,7 +191,7 @@ class ActivationLog:
             token_dims=(0, 1),
             order=self._next_order(),
         )
-        self._keep(entry, local.detach().clone())
+        self._keep(entry, local)
 
     def _passes(self, seen: Seen) -> None:
         step = self._step()
@@ -214,32 +219,41 @@ class ActivationLog:
         grid = self._grid.get(seen.micro_batch)
         if grid is not None and not _may_be_tokens(placed.shape, *grid):
             # Rows that a router has chosen: another number each time, in an order of its own.
-            self._keep(entry, None)
+            self._index.tensors.append(entry)
+        elif self._is_last(tensor) and self._last is not None:
+            # A module hands on what its last part returned.
+            known = self._last[2]
+            self._index.tensors.append(replace(entry, file=known.file, key=known.key))
         else:
-            self._keep(entry, self._copy_of(placed.local))
+            written = self._keep(entry, placed.local)
+            self._last = (tensor, tensor._version, written)
 
-    def _copy_of(self, tensor: Tensor) -> Tensor:
-        """Copy a tensor, once where a module hands on what its last part returned."""
-        if self._last is not None:
-            original, version, copy = self._last
-            if original is tensor and tensor._version == version:
-                return copy
-        copy = tensor.detach().to("cpu", copy=True).contiguous()
-        self._last = (tensor, tensor._version, copy)
-        return copy
+    def _is_last(self, tensor: Tensor) -> bool:
+        return (
+            self._last is not None and self._last[0] is tensor and self._last[1] == tensor._version
+        )
 
-    def _keep(self, entry: TensorEntry, tensor: Tensor | None) -> None:
-        self._buffer.append((entry, tensor))
-        self._bytes += 0 if tensor is None else tensor.numel() * tensor.element_size()
-        if self._bytes >= CHUNK_BYTES:
-            self._flush()
+    def _keep(self, entry: TensorEntry, local: Tensor) -> TensorEntry:
+        """Write a tensor and return its entry, which says where it is."""
+        key = f"{entry.kind}:{entry.name}@{entry.micro_batch}.{entry.call}"
+        local = local.detach()
+        if self._stream is None or not self._stream.takes(key, local):
+            self._close()
+            name = f"{rank_stem(self._index.rank)}.step{entry.step}.activations{self._num_files}"
+            self._num_files += 1
+            assert self._writer is not None, "nothing passes before the start"
+            path = self._writer.directory / f"{name}.safetensors"
+            metadata = {"trace_id": self._index.trace_id, "file": path.name}
+            self._stream = PayloadStream(path, metadata)
+        self._stream.add(key, local)
+        written = replace(entry, file=self._stream.path.name, key=key)
+        self._index.tensors.append(written)
+        return written
 
-    def _flush(self) -> None:
-        if self._buffer and self._writer is not None:
-            step = self._buffer[0][0].step
-            self._writer.write(f"step{step}.activations{self._chunk}", self._buffer)
-        self._chunk += 1
-        self._buffer, self._bytes = [], 0
+    def _close(self) -> None:
+        if self._stream is not None:
+            self._index.files[self._stream.path.name] = self._stream.close()
+            self._stream = None
 
     def _next_order(self) -> int:
         self._order += 1

@@ -6,6 +6,7 @@ time, however large the tensors are.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,10 +16,11 @@ import torch
 from torch import Tensor
 
 from paralign.align.pair import Piece, Quantity
+from paralign.align.payload import Scratch
 from paralign.layout import Box, boxes, local_shape
 
-PART_ELEMENTS = 1 << 18
-"""Elements compared at once: 2 MiB per operand, which stays in the cache."""
+PART_ELEMENTS = 1 << 17
+"""Elements compared at once: 1 MiB per operand, which stays in the cache."""
 
 _READ_AHEAD = 4
 """Pieces of more parts than this are read in a thread of their own."""
@@ -111,13 +113,14 @@ def measure(side: Quantity, base: Quantity, *, factor: float = 1.0) -> Measured:
         factor: Multiplies the base first, to test "it is this factor off".
     """
     result = Measured()
+    scratch = Scratch()
     for pieces in side.replicas.values():
         per_piece = [Distance() for _ in pieces]
         for box, r, values in _read(pieces, base):
             if factor != 1.0:
                 r = r * factor
             first = values[0]
-            distance = compare_parts(first, r, box, per_piece[0].worst)
+            distance = compare_parts(first, r, box, per_piece[0].worst, scratch)
             per_piece[0].add(distance)
             for x, total in zip(values[1:], per_piece[1:], strict=True):
                 if torch.equal(x, first):
@@ -137,8 +140,15 @@ Parts = tuple[Box, Tensor, list[Tensor]]
 
 def _read(pieces: Sequence[Piece], base: Quantity) -> Iterator[Parts]:
     """Read replicas and their base part by part; of large ones the next part while one is used."""
+    # Two sets of memory: one is used while the next part is read into the other.
+    sets = itertools.cycle([[Scratch() for _ in range(len(pieces) + 1)] for _ in range(2)])
     parts = (
-        (box, base.fetch(box), [piece.read(box) for piece in pieces]) for box in _parts(pieces[0])
+        (
+            box,
+            base.fetch(box, memory[0]),
+            [piece.read(box, own) for piece, own in zip(pieces, memory[1:], strict=True)],
+        )
+        for box, memory in zip(_parts(pieces[0]), sets, strict=False)
     )
     large = math.prod(local_shape(pieces[0].map)) > _READ_AHEAD * PART_ELEMENTS
     return _ahead(parts) if large else parts
@@ -210,7 +220,13 @@ def count_unequal(side: Quantity, base: Quantity) -> Distance:
     return total
 
 
-def compare_parts(x: Tensor, r: Tensor, box: Box, worst_before: float = -1.0) -> Distance:
+def compare_parts(
+    x: Tensor,
+    r: Tensor,
+    box: Box,
+    worst_before: float = -1.0,
+    scratch: Scratch | None = None,
+) -> Distance:
     """Measure one part, given in fp64.
 
     Args:
@@ -218,6 +234,7 @@ def compare_parts(x: Tensor, r: Tensor, box: Box, worst_before: float = -1.0) ->
         r: Its base.
         box: Where the part lies in the global tensor.
         worst_before: The worst element so far: one that is no worse is not looked for.
+        scratch: Memory for the difference.
     """
     if torch.equal(x, r):
         norm = _norm(r)
@@ -225,7 +242,8 @@ def compare_parts(x: Tensor, r: Tensor, box: Box, worst_before: float = -1.0) ->
         value = float(r.reshape(-1)[0])
         return Distance(x.numel(), 0.0, norm, norm, norm * norm, 0, 0, 0.0, zero, (value, value))
     flat_x, flat_r = x.reshape(-1), r.reshape(-1)
-    difference = flat_x - flat_r
+    memory = (scratch or Scratch()).take(torch.float64, x.numel())
+    difference = torch.sub(flat_x, flat_r, out=memory)
     low, high = torch.aminmax(difference)  # NaN wins
     worst = max(-float(low), float(high))
     finite = math.isfinite(worst)

@@ -24,8 +24,9 @@ from paralign.align.names_given import given_places
 from paralign.align.numbering import Mismatch, Numbered, StageNumbers, moved, remaps_of
 from paralign.align.pair import Moment, Quantity, Side
 from paralign.align.places import CONTENT, RULE, Pairing, Place, own_name
-from paralign.align.positions import Item, Positions
+from paralign.align.positions import Positions
 from paralign.align.regions import as_map, held_parts
+from paralign.align.start_weights import Item
 from paralign.align.trace import Kind, TensorEntry
 from paralign.align.trace_reader import TraceReader
 from paralign.layout import Box, Interval
@@ -73,6 +74,8 @@ class _Pairer:
             for entry in index.tensors
             if Moment.of(entry.step, entry.kind, entry.state) == moment
         ]
+
+        self._is_renamed = any(item.entry.source is not None for item in self._items)
 
     def run(self) -> None:
         self._check_names()
@@ -148,6 +151,8 @@ class _Pairer:
         is_named = self._shapes.get(item.claimed) == item.entry.shape
         if not match.parts or (is_named and not match.is_complete):
             return False
+        if match.unknown_from is None and 2 * match.num_unknown > match.num_lines:
+            return False  # a few lines in common do not make it the same tensor
         expected = self._expected(item, is_named)
         names = dict(zip(match.names, match.names, strict=True))
         if expected is not None and set(expected.values()) != set(names):
@@ -160,7 +165,10 @@ class _Pairer:
             if not is_followed:
                 names = expected
         elif is_named and item.number is not None and item.claimed not in names:
-            pass  # its stage counts for itself, and holds what it should
+            # Its stage counts for itself, and holds what it should; a rule may have called it else.
+            if self._is_renamed:
+                held = item.match.names[0]
+                mismatches.append(Mismatch(item.rank, item.own, item.claimed, held, True))
         elif is_named and item.claimed in names and not self._is_in_place(item, match.parts):
             # The right tensor, but other parts of it than its map says.
             mismatches.append(Mismatch(item.rank, item.own, item.claimed, item.claimed, True))

@@ -74,7 +74,7 @@ class ParameterPieces:
             reader = reader_of(self.readers, named.parameter)
             owned = reader.owned(optimizers, named.parameter)
             for state, value in reader.state(optimizers, named.parameter):
-                tensor, why = _state_tensor(named, value, owned)
+                tensor, why = _state_tensor(named, value, owned, whole=reader.gathers)
                 if why:
                     unknown.append({"name": f"{named.name}.{state}", "why": why})
                 elif tensor is not None and self._writes(reader, named, tensor):
@@ -119,6 +119,15 @@ class ParameterPieces:
             gradient = None if reader.gathers else reader.gradient(named.parameter)
             found.append(None if gradient is None else torch.linalg.vector_norm(local_of(gradient)))
         return found
+
+    @property
+    def have_gradients(self) -> bool:
+        """Whether any parameter has a gradient; where asking communicates: yes."""
+        for named in self.parameters:
+            reader = reader_of(self.readers, named.parameter)
+            if reader.gathers or reader.gradient(named.parameter) is not None:
+                return True
+        return False
 
     @property
     def local_bytes(self) -> int:
@@ -189,7 +198,7 @@ def _is_sequence_parallel(named: NamedParameter, axis: str) -> bool:
 
 
 def _state_tensor(
-    named: NamedParameter, value: Any, owned: tuple[int, int] | None
+    named: NamedParameter, value: Any, owned: tuple[int, int] | None, *, whole: bool
 ) -> tuple[Tensor | None, str]:
     """Return an optimizer state as a tensor, or why its part of the global tensor is not known."""
     if value is None:
@@ -201,7 +210,7 @@ def _state_tensor(
     known = [tuple(local_of(named.parameter).shape), tuple(named.parameter.shape)]
     if owned is not None:
         known.append((owned[1] - owned[0],))
-    if is_dtensor(value) or value.dim() == 0 or tuple(value.shape) in known:
+    if whole or is_dtensor(value) or value.dim() == 0 or tuple(value.shape) in known:
         return value, ""
     return (
         None,

@@ -35,6 +35,23 @@ class _Stored:
     """Position of its first byte in the file."""
 
 
+class Scratch:
+    """Memory that is used again: asking the system for fresh pages costs more than reading does.
+
+    What is read into it lasts until the next read into it.
+    """
+
+    def __init__(self) -> None:
+        self._held: dict[torch.dtype, Tensor] = {}
+
+    def take(self, dtype: torch.dtype, count: int) -> Tensor:
+        """Return ``count`` elements of no particular value."""
+        held = self._held.get(dtype)
+        if held is None or held.numel() < count:
+            held = self._held[dtype] = torch.empty(count, dtype=dtype)
+        return held[:count]
+
+
 class Payload:
     """An open safetensors file.
 
@@ -67,8 +84,10 @@ class Payload:
         stored = self._stored(key)
         return stored.code, stored.shape
 
-    def read(self, key: str, window: Window | None = None) -> Tensor:
-        """Return a tensor, or the part that ``window`` sees, in memory of its own.
+    def read(
+        self, key: str, window: Window | None = None, scratch: Scratch | None = None
+    ) -> Tensor:
+        """Return a tensor, or the part that ``window`` sees, in its own memory or ``scratch``.
 
         Raises:
             ValueError: There is no such tensor, it is shorter than the window, or the file ends.
@@ -80,18 +99,23 @@ class Payload:
             return torch.empty(window.shape, dtype=stored.dtype)
         if window.offset < 0 or window.offset + window.reach > math.prod(stored.shape):
             raise ValueError(f"{key!r} has {list(stored.shape)} elements, too few for {window}")
-        return self._read(stored, window)
+        return self._read(stored, window, scratch)
 
-    def _read(self, stored: _Stored, window: Window) -> Tensor:
+    def _read(self, stored: _Stored, window: Window, scratch: Scratch | None) -> Tensor:
         most = max(_MOST_WASTE * window.numel, _SMALL_BYTES // stored.dtype.itemsize)
         if window.reach <= most:
-            flat = self._read_flat(stored, window.offset, window.reach)
+            flat = self._read_flat(stored, window.offset, window.reach, scratch)
             return flat.as_strided(window.shape, window.strides)
         dim, rows = window.rows()
-        return torch.cat([self._read(stored, row) for row in rows], dim)
+        return torch.cat([self._read(stored, row, None) for row in rows], dim)
 
-    def _read_flat(self, stored: _Stored, first: int, count: int) -> Tensor:
-        tensor = torch.empty(count, dtype=stored.dtype)
+    def _read_flat(
+        self, stored: _Stored, first: int, count: int, scratch: Scratch | None
+    ) -> Tensor:
+        if scratch is None:
+            tensor = torch.empty(count, dtype=stored.dtype)
+        else:
+            tensor = scratch.take(stored.dtype, count)
         size = count * stored.dtype.itemsize
         target = memoryview((ctypes.c_char * size).from_address(tensor.data_ptr())).cast("B")
         self._file.seek(stored.begin + first * stored.dtype.itemsize)

@@ -24,6 +24,10 @@ class Placed:
     partial_op: str
 
 
+# Along these a plain tensor has no copies: other layers, other experts.
+_OTHERS = ("pp", "ep")
+
+
 def is_dtensor(tensor: Any) -> bool:
     """Say whether ``tensor`` has a DTensor's interface, whichever library it comes from."""
     return all(hasattr(tensor, name) for name in ("placements", "device_mesh", "to_local"))
@@ -107,7 +111,9 @@ class RankAxes:
                 tensor.detach(),
                 tuple(tensor.shape),
                 whole(tensor.shape),
-                tuple(axis for axis in self.run_axes if axis != "pp" and self.size(axis) > 1),
+                tuple(
+                    axis for axis in self.run_axes if axis not in _OTHERS and self.size(axis) > 1
+                ),
                 (),
                 "sum",
             )
@@ -166,7 +172,9 @@ class RankAxes:
         return tuple(
             axis
             for axis in self.run_axes
-            if axis != "pp" and self.size(axis) > 1 and len(split & set(self.groups[axis])) < 2
+            if axis not in _OTHERS
+            and self.size(axis) > 1
+            and len(split & set(self.groups[axis])) < 2
         )
 
     def names_of(self, mesh: Any) -> list[str]:

@@ -7,62 +7,17 @@ rows a bias goes with; the order within the smallest module around it whose weig
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 
-import torch
-from torch import Tensor
-
-from paralign.align.content import Match
 from paralign.align.lens import Lens
 from paralign.align.measure import unequal_pieces
 from paralign.align.numbering import Numbered
 from paralign.align.pair import Piece, Quantity, Term
-from paralign.align.places import CONTENT, POSITION, Pairing, Place, own_name
+from paralign.align.places import CONTENT, POSITION, Pairing, Place
 from paralign.align.regions import as_map, held_parts
-from paralign.align.trace import TensorEntry
+from paralign.align.start_weights import Item, StartValues
 from paralign.align.trace_reader import TraceReader
 from paralign.layout import Box, boxes
-
-_CHUNK = 1 << 18
-
-
-@dataclass
-class Item:
-    """A weight of a rank on its way to its place."""
-
-    rank: int
-    entry: TensorEntry
-    claimed: str
-    """The name it was recorded under, or the rule gave it."""
-    is_equal: bool = False
-    """The reference has the same values there."""
-    number: int | None = None
-    """Global number of its layer, where its stage counts for itself."""
-    match: Match = field(default_factory=Match)
-
-    @property
-    def own(self) -> str:
-        """Its name in its module."""
-        return own_name(self.entry)
-
-    @property
-    def key(self) -> tuple[int, str]:
-        """What tells it apart."""
-        return self.rank, self.own
-
-    @property
-    def can_be_searched(self) -> bool:
-        """Whether its values can be looked at by lines."""
-        entry = self.entry
-        return (
-            entry.file is not None
-            and entry.flat is None
-            and not entry.partial_over
-            and 0 not in entry.held_shape
-            and getattr(torch, entry.dtype).is_floating_point
-        )
 
 
 class Positions:
@@ -93,7 +48,7 @@ class Positions:
             self._by_rank.setdefault(item.rank, []).append(item)
         self._order = {name: at for at, name in enumerate(whole)}
         self._placed: set[tuple[int, str]] = set()
-        self._constant: dict[tuple[int, str], bool] = {}
+        self._values = StartValues(reader)
 
     def run(self) -> None:
         """Place what can be placed, and say why of the rest."""
@@ -121,7 +76,7 @@ class Positions:
             for item in items:
                 if item.key in self._unplaced or item.match.parts or not item.is_equal:
                     continue
-                if not self._is_constant(item):
+                if not self._values.are_constant(item):
                     continue
                 expected = self._by_neighbours(item, items)
                 if expected is not None and expected != item.claimed and expected in self._whole:
@@ -153,29 +108,11 @@ class Positions:
             return False
         if item.match.parts or item.key in self._placed:
             return True
-        return item.is_equal and not self._is_constant(item)
+        return item.is_equal and not self._values.are_constant(item)
 
     def _names_of(self, item: Item) -> list[str]:
         places = self._pairing.found.get(item.key)
         return [item.claimed] if places is None else [place.name for place in places]
-
-    def _is_constant(self, item: Item) -> bool:
-        if item.key not in self._constant:
-            self._constant[item.key] = self._has_one_value(item.entry)
-        return self._constant[item.key]
-
-    def _has_one_value(self, entry: TensorEntry) -> bool:
-        if entry.file is None or 0 in entry.held_shape:
-            return True
-        count = math.prod(entry.held_shape)
-        value = self._read_flat(entry, 0, 1)
-        return all(
-            bool((self._read_flat(entry, first, min(_CHUNK, count - first)) == value).all())
-            for first in range(0, count, _CHUNK)
-        )
-
-    def _read_flat(self, entry: TensorEntry, first: int, count: int) -> Tensor:
-        return self._reader.read(entry, Box((first,), (first,), (count,)), Lens(0, (1,)))
 
     def _by_layer(self, item: Item) -> bool:
         """The layer is known by number, since its stage counts for itself."""
@@ -231,7 +168,7 @@ class Positions:
                 if self._try(item, named, check=True):
                     return True
                 # The order says nothing of weights that could be told apart but are copies.
-                if self._is_constant(item) and self._by_rank_in(item, items, around, block):
+                if self._values.are_constant(item) and self._by_rank_in(item, items, around, block):
                     return True
             if not around:
                 return False
@@ -279,12 +216,7 @@ class Positions:
         if other.entry.held_shape != item.entry.held_shape or other.entry.shape != item.entry.shape:
             return False
         was_open = other.key in self._unplaced or other.key in self._placed
-        if not was_open or other.entry.file is None or item.entry.file is None:
-            return False
-        if 0 in item.entry.held_shape:
-            return True
-        first, second = (self._read_flat(entry, 0, 1) for entry in (other.entry, item.entry))
-        return bool((first == second).all())
+        return was_open and self._values.begin_alike(other, item)
 
     def _fits(self, item: Item, name: str) -> bool:
         places = self._own_places(item, name)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from paralign.align.activation_log import ActivationLog
 from paralign.align.agreement import begin_folder, check_disk, say_bytes
+from paralign.align.forward_count import ForwardCount
 from paralign.align.held import HeldParameters
 from paralign.align.micro_gradients import MicroGradients
 from paralign.align.names import describe_owners
@@ -86,6 +87,7 @@ class Recorder:
             axes=self._axes,
             step=lambda: self._step if self._recording() else None,
         )
+        self._forwards = ForwardCount(modules)
         self._micro = MicroGradients(self._parameters, self._micro_batch_ends)
         self._writer: TraceWriter | None = None
         self._finished = False
@@ -95,6 +97,8 @@ class Recorder:
         self._stepped: list[Any] = []
         self._norm_reported = False
         self._num_backwards = 0
+        self._taken_at: int | None = None
+        """How many forwards there had been when gradients were taken at the entry of a step."""
         self._norms: list[Tensor | None] | None = None
         """Of the gradients as they were taken, where clipping may change them afterwards."""
 
@@ -131,10 +135,12 @@ class Recorder:
         self._held.agree(self._world_size, self._rank)
         index = RankIndex(self._rank, self._world_size, trace_id)
         index.stages = self._stages
+        index.run = dict(self._facts)
         index.modules = describe_owners(self._parameters)
         self._writer = TraceWriter(self.directory, index)
         self._watch.start()
         self._activations.start(self._writer)
+        self._forwards.start()
         if "microbatch_grads" in self._what:
             self._micro.start()
         self._step_is_next()
@@ -241,13 +247,31 @@ class Recorder:
             # Gradients of what has been stepped already: the step before had ended, though some
             # trainable parameters belong to no optimizer. Nothing has changed the parameters since.
             self._end_step()
-        if not self._recording() or self._captured or "grads" not in self._what:
+        if not self._recording() or "grads" not in self._what:
             return
+        self._forget_stale_gradients()
+        if self._captured:
+            return
+        if at_step and not self._pieces.have_gradients:
+            return  # a trainer's step(), which computes them itself: taken at its end
+        self._take_gradients()
+        if at_step:
+            self._taken_at = self._forwards.count
+        else:
+            self._norms = self._pieces.norms()
+
+    def _forget_stale_gradients(self) -> None:
+        """Forget gradients taken at the entry of a ``step()`` that then ran the model itself."""
+        if self._taken_at is None or self._forwards.count == self._taken_at:
+            return
+        tensors = self._open_writer().index.tensors
+        tensors[:] = [e for e in tensors if (e.kind, e.step) != (Kind.GRAD, self._step)]
+        self._captured, self._taken_at = False, None
+
+    def _take_gradients(self) -> None:
         self._captured = True
         entries = self._pieces.gradients(Kind.GRAD, self._step, self._all_optimizers)
         self._open_writer().write(f"step{self._step}.grad", entries)
-        if not at_step:
-            self._norms = self._pieces.norms()
 
     def _clipped_gradients_in_use(self) -> None:
         """Take the gradients again if something has changed them since they were taken."""
@@ -305,8 +329,9 @@ class Recorder:
         else:
             # Without its index the trace counts as truncated, which it is.
             self._watch.stop()
-            self._activations.stop()
+            self._activations.abandon()
             self._micro.stop()
+            self._forwards.stop()
             self._finished = True
 
     def _recording(self) -> bool:
@@ -353,6 +378,9 @@ class Recorder:
         writer = self._open_writer()
         if self._recording():
             self._activations.end_step()
+            self._forget_stale_gradients()
+            if "grads" in self._what and not self._captured:
+                self._take_gradients()
             writer.index.steps.append(self._step)
             if not writer.index.optimizers:
                 names: dict[int, list[str]] = {}
@@ -372,6 +400,7 @@ class Recorder:
         self._stepped = []
         self._norm_reported = False
         self._norms = None
+        self._taken_at = None
         self._num_backwards = 0
         self._step_is_next()
         if self._step >= self._stop_at:
@@ -404,6 +433,7 @@ class Recorder:
         self._watch.stop()
         self._activations.stop()
         self._micro.stop()
+        self._forwards.stop()
         writer.index.coordinates = self._axes.coordinates
         writer.index.axes = self._axes.groups
         writer.finish(self._run_facts(writer.index) if self._rank == 0 else None)

@@ -146,6 +146,8 @@ class RankIndex:
     unseen: list[dict[str, str]] = field(default_factory=list)
     """Name and reason of module outputs that cannot be seen; unlike ``not_recorded`` it does not
     stand against ``aligned``, because parameters' gradients show what they would."""
+    run: dict[str, Any] = field(default_factory=dict)
+    """What this rank said of the run; ``Facts.run`` is what rank 0 said."""
 
     def to_json(self) -> dict[str, Any]:
         """Return the content of ``rankNNNNN.json``."""
@@ -167,6 +169,7 @@ class RankIndex:
             "files": self.files,
             "token_maps": [tokens.to_json() for tokens in self.token_maps],
             "unseen": self.unseen,
+            "run": self.run,
             "complete": True,
         }
 
@@ -201,6 +204,7 @@ class RankIndex:
                 {"name": text_of(item["name"]), "why": text_of(item["why"])}
                 for item in data.get("unseen", [])
             ],
+            run=dict(data.get("run", {})),
         )
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from paralign.align.lens import Lens, row_major
-from paralign.align.payload import Payload
+from paralign.align.payload import Payload, Scratch
 from paralign.align.trace import (
     DTYPE_CODES,
     FACTS,
@@ -60,13 +60,20 @@ class TraceReader:
         """Number of ranks that recorded."""
         return self.facts.world_size
 
-    def read(self, entry: TensorEntry, box: Box, lens: Lens | None = None) -> Tensor:
+    def read(
+        self,
+        entry: TensorEntry,
+        box: Box,
+        lens: Lens | None = None,
+        scratch: Scratch | None = None,
+    ) -> Tensor:
         """Return the part ``box`` of a recorded piece, in the dtype it was recorded in.
 
         Args:
             entry: The piece.
             box: The part; its ``local`` counts from where the piece begins, or the lens.
             lens: How the stored tensor is seen; None: as it is.
+            scratch: Memory to read into.
 
         Raises:
             TraceError: The payload is damaged or does not fit its index.
@@ -84,7 +91,7 @@ class TraceReader:
                 )
             if lens is None:
                 lens = Lens(0, row_major(shape))
-            return file.read(entry.key, lens.window(box))
+            return file.read(entry.key, lens.window(box), scratch)
         except (ValueError, OSError) as error:
             raise self._damaged(self.directory / entry.file, str(error)) from error
 

@@ -134,7 +134,7 @@ def write_payload(
     with temporary.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for _, tensor in ordered:
-            _write_data(file, tensor)
+            write_data(file, tensor)
     temporary.replace(path)
     return 8 + len(text) + at
 
@@ -161,7 +161,8 @@ def dtype_name(dtype: torch.dtype, tensor: str) -> str:
     return name
 
 
-def _write_data(file: IO[bytes], tensor: Tensor) -> None:
+def write_data(file: IO[bytes], tensor: Tensor) -> None:
+    """Write the bytes of a tensor, in row-major order."""
     if math.prod(tensor.shape) == 0:
         return
     host = tensor.detach().contiguous().cpu()

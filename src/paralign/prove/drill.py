@@ -15,11 +15,12 @@ from typing import Any
 
 from paralign.config.run import RunConfig
 from paralign.errors import ConfigError, ParalignError
-from paralign.launch import run_ranks, start_fork_server
-from paralign.prove.drill_report import DrillReport, FaultOutcome, judge_fault
+from paralign.launch import start_fork_server
+from paralign.prove.drill_report import DrillReport, FaultOutcome
 from paralign.prove.fault import Fault, only_fitting
 from paralign.prove.one_world import RunDone, run_many
-from paralign.prove.run import Say, check_plan, dtype_of, local_folder, reference_runs
+from paralign.prove.run import Say, check_plan, dtype_of, local_folder, record_references
+from paralign.prove.separate import describe_change, separate
 from paralign.requirements import require_torch
 
 CLEAN = "clean"
@@ -114,33 +115,36 @@ class _Drill:
 
     def run(self, faults: Sequence[Fault]) -> tuple[Any, list[FaultOutcome]]:
         """Record the reference, the clean run and every fault; judge each as it is done."""
-        from paralign.prove.build import numerics
-        from paralign.prove.reference import run_reference
-
-        for name, precision in reference_runs(self._dtype):
-            self._say(f"{name} run on one device, {precision}")
-            run_ranks(
-                run_reference,
-                1,
-                self._config,
-                numerics(precision, self._config),
-                self._folder / name,
-                timeout=self._timeout,
-                on_event=lambda rank, text: None,
-            )
+        record_references(self._config, self._dtype, self._folder, self._timeout, self._say)
         # One run is compared in this process while the ranks are at the next.
         with ThreadPoolExecutor(max_workers=1) as judge:
             done = self._record([CLEAN, *(fault.name for fault in faults)], judge)
             clean, _ = done.pop(CLEAN).result()
-            outcomes = []
-            for fault in faults:
-                found = done[fault.name]
-                outcomes.append(
-                    judge_fault(fault, *found.result())
-                    if isinstance(found, Future)
-                    else FaultOutcome(fault=fault, error=found)
-                )
+            outcomes = [self._outcome(fault, done[fault.name]) for fault in faults]
         return clean, outcomes
+
+    def _outcome(self, fault: Fault, found: Any) -> FaultOutcome:
+        if not isinstance(found, Future):
+            return FaultOutcome(fault=fault, error=found)
+        report, inert = found.result()
+        if inert:
+            return FaultOutcome(fault=fault, report=report, inert=True)
+        report, told = separate(self._config, report, lambda changed: self._again(fault, changed))
+        return FaultOutcome(fault=fault, report=report, separated_by=told)
+
+    def _again(self, fault: Fault, changed: RunConfig) -> Any:
+        """Run one fault on another config, to separate candidates, and judge it."""
+        self._say(f"{fault.name}: once more with {describe_change(self._config, changed)}")
+        with local_folder(None) as folder:
+            record_references(changed, self._dtype, folder, self._timeout, self._say)
+            again = _Drill(
+                changed, self._dtype, folder, self._file, self._timeout, self._say, keep=True
+            )
+            with ThreadPoolExecutor(max_workers=1) as judge:
+                found = again._record([fault.name], judge)[fault.name]
+                if isinstance(found, ParalignError):
+                    raise found
+                return found.result()[0]
 
     def _record(self, names: list[str], judge: ThreadPoolExecutor) -> dict[str, Any]:
         """Run all names; return the future verdict, or the error that ended the run."""
@@ -186,7 +190,8 @@ class _Drill:
         report = compare(
             self._folder / "reference", folder, truth=truth if truth.exists() else None
         )
-        same = name != CLEAN and same_numbers(self._folder / CLEAN, folder)
+        clean = self._folder / CLEAN
+        same = name != CLEAN and clean.exists() and same_numbers(clean, folder)
         if not self._keep and name != CLEAN:
             shutil.rmtree(folder)
         return report, same

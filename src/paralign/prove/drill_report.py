@@ -111,11 +111,6 @@ class FaultOutcome:
         }
 
 
-def judge_fault(fault: Fault, report: Report, inert: bool) -> FaultOutcome:
-    """Judge the verdict on a run that came to its end."""
-    return FaultOutcome(fault=fault, report=report, inert=inert)
-
-
 @dataclass(frozen=True, kw_only=True)
 class DrillReport:
     """All outcomes of one config."""

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from paralign.batch import LocalBatch
 from paralign.config.run import RunConfig
-from paralign.mesh import build_mesh
+from paralign.mesh import build_mesh, degrees_of
 from paralign.parallelize import parallelize
 from paralign.program import Program
 from paralign.prove.build import (
@@ -80,9 +82,18 @@ def run_of(program: Program, hooks: Hooks | None = None) -> Run:
         hooks: Called in between.
     """
     hooks = hooks or Hooks()
+    cut: list[LocalBatch] = []  # this rank's share of the step's batch
+
+    def inputs(global_batch: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+        cut[:] = [hooks.change_batch(program.shard(global_batch))]
+        tensors = {**cut[0].tensors, "samples": _samples(program, cut[0])}
+        pieces = program.plan.num_microbatches
+        parts = {name: tensor.chunk(pieces) for name, tensor in tensors.items()}
+        for number in range(pieces):
+            yield {name: part[number] for name, part in parts.items()}
 
     def step(global_batch: Mapping[str, Tensor]) -> tuple[Tensor, int]:
-        batch = hooks.change_batch(program.shard(global_batch))
+        [batch] = cut
         loss = program.step(batch)
         hooks.backward_done()
         return loss, batch.num_global_tokens
@@ -98,4 +109,14 @@ def run_of(program: Program, hooks: Hooks | None = None) -> Run:
         speaks=dist.get_rank() == 0,
         before_step=hooks.step_begins,
         after_step=hooks.step_done,
+        inputs_of=inputs,
     )
+
+
+def _samples(program: Program, batch: LocalBatch) -> Tensor:
+    """Return the numbers of this rank's rows in the global batch, which no content can tell."""
+    degrees = degrees_of(program.mesh)
+    at = degrees.coordinates(program.mesh.get_rank())
+    rows = batch.tensors["tokens"].shape[0]
+    first = rows * (at["dp_replicate"] * degrees.dp_shard + at["dp_shard"])
+    return torch.arange(first, first + rows)

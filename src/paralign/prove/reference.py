@@ -57,7 +57,7 @@ def run_reference(
         clip=clip,
         alone=alone,
         forward_modules=[step.working_model],
-        inputs_of=_with_positions,
+        inputs_of=step.inputs,
     )
     record_steps(config, precision, run, trace, f"{precision.name} reference")
 
@@ -109,6 +109,12 @@ class ReferenceStep:
                 if name in sums:
                     parameter.grad = sums[name].to(self._precision.master)
         return total, num_tokens
+
+    def inputs(self, global_batch: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+        """Yield what each chunk is fed, with the numbers of its samples."""
+        batch = _with_positions(global_batch)
+        numbers = torch.arange(batch["tokens"].shape[0])
+        yield from self._chunks({**batch, "samples": numbers})
 
     def _take_gradients(self, sums: dict[str, Tensor]) -> None:
         for name, parameter in self._working.named_parameters():

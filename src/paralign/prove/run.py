@@ -16,6 +16,7 @@ from paralign.config.run import RunConfig
 from paralign.errors import ConfigError, ScheduleError
 from paralign.launch import World, current_world, join_world, run_ranks, start_fork_server
 from paralign.parallel.support import problems
+from paralign.prove.separate import describe_change, separate
 from paralign.requirements import require_torch
 
 Say = Callable[[str], None]
@@ -57,7 +58,16 @@ def align(
         with join_world(config.device, timeout=timeout, describe=config.mesh.degrees.describe_rank):
             return _align_in_world(config, trace, world)
     with local_folder(trace) as folder:
-        return _align_locally(config, folder, timeout, say)
+        report = _align_locally(config, folder, timeout, say)
+        if report.exit_status:
+
+            def again(changed: RunConfig) -> Any:
+                say(f"once more with {describe_change(config, changed)}")
+                with local_folder(None) as other:
+                    return _align_locally(changed, other, timeout, say)
+
+            separate(config, report, again)
+        return report
 
 
 def dtype_of(config: RunConfig) -> str:
@@ -82,43 +92,59 @@ def check_plan(config: RunConfig, dtype: str) -> None:
 def _align_locally(config: RunConfig, folder: Path, timeout: float, say: Say) -> Any:
     from paralign.prove.build import numerics
     from paralign.prove.parallel import run_parallel
-    from paralign.prove.reference import run_reference
 
     dtype = dtype_of(config)
     check_plan(config, dtype)
     degrees = config.mesh.degrees
-    timings = {}
-
-    def run(function: Any, world_size: int, device: str, *args: Any) -> float:
-        began = time.perf_counter()
-        run_ranks(
-            function,
-            world_size,
-            config,
-            *args,
-            device=device,
-            timeout=timeout,
-            describe=degrees.describe_rank if world_size > 1 else partial(_name_alone, args[-1]),
-            on_event=lambda rank, text: say(str(text)),
-        )
-        return time.perf_counter() - began
-
-    for name, precision in reference_runs(dtype):
-        say(f"{name} run on one device, {precision}")
-        device = "cpu"
-        timings[f"{name}_s"] = run(
-            run_reference, 1, device, numerics(precision, config), folder / name
-        )
+    timings = record_references(config, dtype, folder, timeout, say)
     say(f"parallel run on {degrees.world_size} ranks, {degrees}")
-    timings["parallel_s"] = run(
+    began = time.perf_counter()
+    run_ranks(
         run_parallel,
         degrees.world_size,
-        config.device,
+        config,
         numerics(dtype, config),
         folder / "parallel",
+        device=config.device,
+        timeout=timeout,
+        describe=degrees.describe_rank,
+        on_event=lambda rank, text: say(str(text)),
     )
+    timings["parallel_s"] = time.perf_counter() - began
     say("comparing")
     return _judge(config, folder, timings)
+
+
+def record_references(
+    config: RunConfig, dtype: str, folder: Path, timeout: float, say: Say
+) -> dict[str, float]:
+    """Record the run on one device, and below float64 the truth, into folders of these names.
+
+    Returns:
+        Seconds by ``reference_s`` and ``truth_s``.
+
+    Raises:
+        RankError: A run failed.
+    """
+    from paralign.prove.build import numerics
+    from paralign.prove.reference import run_reference
+
+    timings = {}
+    for name, precision in reference_runs(dtype):
+        say(f"{name} run on one device, {precision}")
+        began = time.perf_counter()
+        run_ranks(
+            run_reference,
+            1,
+            config,
+            numerics(precision, config),
+            folder / name,
+            timeout=timeout,
+            describe=partial(_name_alone, folder / name),
+            on_event=lambda rank, text: say(str(text)),
+        )
+        timings[f"{name}_s"] = time.perf_counter() - began
+    return timings
 
 
 def _align_in_world(config: RunConfig, trace: str | Path | None, world: World) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,8 @@ class Run:
             than a step.
         contributions: Record what every micro-batch adds to each gradient, before any reduction.
         forward_modules: What computes, where that is not ``modules`` (a copy in another dtype).
-        inputs_of: Global batch -> tokens, labels and positions that go through here, in order;
+        inputs_of: Global batch -> per micro-batch the tokens, labels, positions and numbers of the
+            samples that go through here, in order;
             None: the modules are given all of them.
     """
 
@@ -58,7 +59,7 @@ class Run:
     contributions: bool = False
     data: TokenSource | None = None
     forward_modules: Sequence[nn.Module] | None = None
-    inputs_of: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] | None = None
+    inputs_of: Callable[[Mapping[str, Tensor]], Iterable[Mapping[str, Tensor]]] | None = None
 
 
 def record_steps(
@@ -90,7 +91,8 @@ def record_steps(
         for number in range(config.align.steps):
             batch = data.global_batch(number)
             if run.inputs_of is not None:
-                recorder.inputs(**run.inputs_of(batch))
+                for fed in run.inputs_of(batch):
+                    recorder.inputs(**fed)
             loss, num_tokens = run.step(batch)
             recorder.loss(loss, tokens=num_tokens, reduction="mean", scope="global")
             recorder.gradients()

@@ -15,9 +15,9 @@ from typing import Any
 
 from paralign.config.run import RunConfig
 from paralign.errors import ConfigError, ParalignError
-from paralign.launch import run_ranks, start_fork_server
+from paralign.launch import start_fork_server
 from paralign.prove.one_world import RunDone, run_many
-from paralign.prove.run import Say, check_plan, dtype_of, local_folder, reference_runs
+from paralign.prove.run import Say, check_plan, dtype_of, local_folder, record_references
 from paralign.prove.sweep_cells import Cell, cells_of, pairs_cover
 from paralign.requirements import require_torch
 
@@ -196,23 +196,12 @@ class _Sweep:
 
     def run(self, cells: Sequence[Cell]) -> None:
         from paralign.prove.build import numerics
-        from paralign.prove.reference import run_reference
         from paralign.prove.sweep_ranks import run_cells
 
         # How many rows go through the reference at once is that of the first cell.
         first = cells[0].config
         assert first is not None
-        for name, precision in reference_runs(self._report.dtype):
-            self._say(f"{name} run on one device, {precision}")
-            run_ranks(
-                run_reference,
-                1,
-                first,
-                numerics(precision, first),
-                self._folder / name,
-                timeout=self._timeout,
-                on_event=lambda rank, text: None,
-            )
+        record_references(first, self._report.dtype, self._folder, self._timeout, self._say)
         self._say(f"{len(cells)} meshes and schedules of {self._report.world_size} ranks")
         run_many(
             run_cells,

@@ -1,8 +1,4 @@
-"""A run made from random contributions of ranks and micro-batches, right or with one thing broken.
-
-Every rank has a gradient of its own for every micro-batch; the reference is their sum, with the loss
-and an AdamW step that follow from it. A test breaks how the parallel run puts them together.
-"""
+"""A run made from random contributions of ranks and micro-batches, right or with one thing broken."""
 
 from __future__ import annotations
 

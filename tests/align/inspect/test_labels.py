@@ -95,12 +95,12 @@ def test_slices_of_different_samples(tmp_path):
 def test_labels_of_the_last_stage_meet_tokens_of_the_first(tmp_path):
     twice = torch.cat([LABELS[:, 1:], IGNORED], dim=1)
     for labels, verdict in ((LABELS, "clean"), (twice, "findings")):
-        report = feed_trace(
-            tmp_path,
-            {"pp": 2},
-            lambda at, labels=labels: [{"labels": labels} if at["pp"] else {"tokens": TOKENS}],
-        )
-        assert report.verdict == verdict
+        stages = ({"tokens": TOKENS}, {"labels": labels})
+
+        def fed(at, stages=stages):
+            return [stages[at["pp"]]]
+
+        assert feed_trace(tmp_path, {"pp": 2}, fed).verdict == verdict
 
 
 def test_labels_that_are_no_tokens_cannot_be_judged(tmp_path):

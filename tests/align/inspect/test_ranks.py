@@ -44,6 +44,16 @@ def test_a_flag_and_a_dtype_that_differ(tmp_path):
     assert "requires_grad" in finding.fix
 
 
+def test_facts_that_differ(tmp_path):
+    look(tmp_path, [plain_step()])
+    for rank in range(4):
+        said = {"seed": 1 + rank % 2, "host": rank, "clip": 1.0}
+        edit(tmp_path, rank, lambda data, said=said: data.update(run=said))
+    finding = only(inspect(tmp_path))
+    assert (finding.cause, finding.axes, finding.tensor) == ("different_config", ["cp"], None)
+    assert finding.fix.startswith("the fact seed differs between ranks: 1 on rank 0, 2, 2 on rank")
+
+
 def stage_trace(tmp_path, rates):
     """Two stages of two layers each, every layer with its rate."""
     import torch

@@ -12,6 +12,7 @@ import paralign as pa
 from paralign.align import trace as trace_module
 from paralign.align.inspect import fingerprint
 from paralign.align.trace import Kind
+from paralign.align.trace_reader import TraceReader
 from paralign.errors import TraceError
 from tests.align.inspect.runs import look, on, plain_step
 from tests.align.synthetic import toy_step, write_trace
@@ -35,7 +36,7 @@ def test_a_clean_run_on_one_device_too(tmp_path):
     report = pa.inspect(tmp_path)
     content = valid(report)
     assert (content["verdict"], report.exit_status, content["findings"]) == ("clean", 0, [])
-    assert "could not judge ranks, inputs, labels, replicas" in report.why
+    assert "could not judge ranks, inputs, labels, experts, replicas, norm" in report.why
 
 
 def test_findings_come_in_causal_order_and_as_json(tmp_path):
@@ -84,13 +85,13 @@ def test_a_piece_is_read_in_parts(tmp_path, monkeypatch):
     """No more than one part of a piece is in memory, whatever its size."""
     monkeypatch.setattr(fingerprint, "PART_ELEMENTS", 5)
     sizes = []
-    original = fingerprint.TraceReader.read
+    original = TraceReader.read
 
     def read(self, entry, box):
         sizes.append(box.numel)
         return original(self, entry, box)
 
-    monkeypatch.setattr(fingerprint.TraceReader, "read", read)
+    monkeypatch.setattr(TraceReader, "read", read)
     change = on({2, 3}, Kind.GRAD, "layers.0.w", lambda g: -g)
     report = look(tmp_path, [plain_step()], change=change)
     assert [f.cause for f in report.findings] == ["missing_reduction"]
@@ -99,7 +100,7 @@ def test_a_piece_is_read_in_parts(tmp_path, monkeypatch):
 
 def test_parts_do_not_change_what_is_found(tmp_path, monkeypatch):
     write_trace(tmp_path, [plain_step()])
-    with fingerprint.TraceReader(tmp_path) as reader:
+    with TraceReader(tmp_path) as reader:
         entry = next(e for e in reader.ranks[0].tensors if e.name == "layers.0.w")
         whole = fingerprint.take_fingerprint(reader, entry)
         monkeypatch.setattr(fingerprint, "PART_ELEMENTS", 6)
@@ -122,3 +123,41 @@ def test_flat_pieces_are_read_as_they_are(tmp_path):
     assert [box.shape for box in fingerprint.parts_of(entry)] == [(6,)]
     assert list(fingerprint.parts_of(replace(entry, flat=(3, 3)))) == []
     assert torch.Size(entry.held_shape) == (6,)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("mesh", [("pp=2", "dp_shard=1", "cp=2"), ("pp=1", "dp_shard=2", "cp=2")])
+def test_a_real_run_on_ranks_is_clean(tmp_path, mesh):
+    """Inputs, labels, losses, gradients, replicas and norms of paralign's own parallel run."""
+    from paralign.config.load import load_config
+    from paralign.launch import run_ranks
+    from paralign.prove.build import numerics
+    from paralign.prove.parallel import run_parallel
+
+    example = Path(__file__).parents[3] / "examples" / "pp_fsdp_cp.yaml"
+    config = load_config(example, [f"mesh.{degree}" for degree in mesh])
+    run_ranks(run_parallel, 4, config, numerics("float64", config), tmp_path / "par")
+    report = pa.inspect(tmp_path / "par")
+    assert [finding.fix for finding in report.findings] == []
+    looked = {check.name: check.looked_at for check in report.checks}
+    assert min(count for name, count in looked.items() if name != "clipping") > 0
+
+
+@pytest.mark.ranks
+def test_mistakes_on_ranks_are_found_in_what_they_recorded(tmp_path):
+    from paralign.testing import run_on_ranks
+    from tests.align.inspect.on_ranks import record_runs
+
+    run_on_ranks(record_runs, 2, tmp_path)
+    found = {
+        folder.name: [(f.component, f.cause, f.axes, f.tensor) for f in pa.inspect(folder).findings]
+        for folder in tmp_path.iterdir()
+    }
+    assert found.pop("own_seed")[0][:3] == ("weights", "rng", ["dp"])
+    assert found == {
+        "none": [],
+        "unreduced": [("reduction", "missing_reduction", ["dp"], "norm.weight")],
+        "same_rows": [("data", "different_data", ["dp"], "tokens")],
+        "summed_norm": [("clipping", "wrong_norm", ["dp"], None)],
+        "lost_parameter": [("optimizer", "missing_contribution", [], "head.bias")],
+    }

@@ -8,12 +8,14 @@ from paralign.align.trace import Kind
 from tests.align.inspect.runs import look, on, only, plain_step
 
 NAME = "layers.0.w"
-ADAM = [
-    {
-        "class": "AdamW",
-        "groups": [{"options": {"lr": 1e-2}, "names": ["embed.weight", NAME, "norm.weight"]}],
-    }
-]
+NAMES = ["embed.weight", NAME, "norm.weight"]
+
+
+def optimizer(kind, rate, names=NAMES):
+    return [{"class": kind, "groups": [{"options": {"lr": rate}, "names": names}]}]
+
+
+ADAM = optimizer("AdamW", 1e-2)
 
 
 def still(step, *names):
@@ -22,7 +24,7 @@ def still(step, *names):
 
 
 def test_a_parameter_that_no_optimizer_holds(tmp_path):
-    held = [{"class": "AdamW", "groups": [{"options": {"lr": 1e-2}, "names": ["embed.weight"]}]}]
+    held = optimizer("AdamW", 1e-2, ["embed.weight"])
     step = still(plain_step(), NAME)
     finding = only(look(tmp_path, [step], optimizers=held))
     assert (finding.component, finding.cause) == ("optimizer", "missing_contribution")
@@ -54,20 +56,16 @@ def test_a_shard_that_does_not_move_names_its_axis(tmp_path):
 
 @pytest.mark.parametrize("rate", [0.0, 1e-20])
 def test_a_step_too_small_to_see_is_a_note(tmp_path, rate):
-    optimizers = [{"class": "AdamW", "groups": [{**ADAM[0]["groups"][0], "options": {"lr": rate}}]}]
-    report = look(tmp_path, [still(plain_step(), NAME)], optimizers=optimizers)
+    report = look(tmp_path, [still(plain_step(), NAME)], optimizers=optimizer("AdamW", rate))
     assert report.verdict == "clean"
     assert "4 pieces did not move" in report.notes[0]
 
 
 def test_sgd_moves_by_its_gradient(tmp_path):
-    def sgd(rate):
-        return [{"class": "SGD", "groups": [{**ADAM[0]["groups"][0], "options": {"lr": rate}}]}]
-
     step = still(plain_step(), NAME)
-    assert only(look(tmp_path, [step], optimizers=sgd(1e-3))).cause == "stale"
+    assert only(look(tmp_path, [step], optimizers=optimizer("SGD", 1e-3))).cause == "stale"
     step[Kind.GRAD, NAME] = torch.full_like(step[Kind.GRAD, NAME], 1e-15)
-    assert look(tmp_path, [step], optimizers=sgd(1e-3)).verdict == "clean"
+    assert look(tmp_path, [step], optimizers=optimizer("SGD", 1e-3)).verdict == "clean"
 
 
 def test_no_gradient_no_step(tmp_path):

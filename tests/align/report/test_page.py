@@ -10,6 +10,7 @@ import pytest
 
 from paralign.align.report.case import FAILED, PASSED, Case, CaseList
 from paralign.align.report.html import html_of
+from paralign.align.report.numbers import short
 from paralign.align.report.page import breakable
 from paralign.align.verdict import Report
 from tests.align.report.reports import (
@@ -72,6 +73,13 @@ def test_the_worst_tensors_are_shown_first(show: Show):
     assert names(page)[:5] == wrong
     assert len(wrong) == 5
     assert page.text("#rows tr td:nth-child(4)") == "4.5e+15"
+
+
+def test_script_and_terminal_write_numbers_alike(show: Show):
+    page = show(small_report())
+    values = [0.0, 0.12345, 3.14159, 99.96, 999.6, 1234.4, 1e4, 4.56e15, -2.5, 1e-3, 7e-120]
+    assert page.evaluate(f"{values}.map(short)") == [short(value) for value in values]
+    assert page.evaluate("[NaN, Infinity, -Infinity].map(short)") == ["nan", "inf", "-inf"]
 
 
 def test_filter_by_words_kind_step_and_failure(show: Show):
@@ -142,7 +150,7 @@ def test_keys_move_through_the_table_and_open_a_tensor(show: Show):
     text = page.text("#detail-body")
     assert "Out of its budget of 100 eps." in text
     assert "rows 128-255 of 256 hold 99% of the error" in text
-    assert "only rank 2, 3 of 4 that hold it" in text
+    assert "only 2 of the 4 ranks that hold it: 2, 3" in text
     page.press("ArrowDown")
     assert page.text("#detail-title") != made.tensors[int(first)].label
     page.press("Escape")

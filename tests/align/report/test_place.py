@@ -11,7 +11,7 @@ from tests.align.report.reports import profile
 def test_rows_and_ranks_are_named_where_the_error_is_in_a_part():
     assert places(profile(range(16, 32))) == [
         "rows 128-255 of 256 hold 99% of the error",
-        "only rank 2, 3 of 4 that hold it",
+        "only 2 of the 4 ranks that hold it: 2, 3",
     ]
 
 

@@ -12,15 +12,19 @@ def test_moments_are_in_order_and_the_first_divergence_is_marked():
         ("gradients", "15 in budget, worst 1.5 eps"),
     ]
     wrong = lines[1].stations[1]
-    assert (wrong.text, wrong.ok, wrong.is_first) == ("5 of 15 out of budget", False, True)
+    assert wrong.text == "5 of 15 out of budget, worst layers.0.attention_norm.weight"
+    assert (wrong.ok, wrong.is_first) == (False, True)
     assert [line.ok for line in lines] == [True, False]
     assert sum(station.is_first for line in lines for station in line.stations) == 1
 
 
-def test_a_station_leads_to_the_first_tensor_that_is_off():
-    made = small_report()
-    at = timeline(made)[1].stations[1].row
-    assert at == next(i for i, item in enumerate(made.tensors) if not item.ok)
+def test_a_station_leads_to_the_first_of_what_is_made_in_order_else_to_the_worst():
+    values = {"a": 1.0, "b": 1e3, "c": 1e9}
+    outputs = [row("output", name, eps=eps) for name, eps in values.items()]
+    grads = [row("grad", name, eps=eps) for name, eps in values.items()]
+    of_outputs, of_grads = timeline(report([*outputs, *grads]))[0].stations
+    assert (of_outputs.text, of_outputs.row) == ("2 of 3 out of budget, first b", 1)
+    assert (of_grads.text, of_grads.row) == ("2 of 3 out of budget, worst c", 5)
 
 
 def test_only_the_first_of_several_divergences_is_marked():

@@ -97,7 +97,7 @@ class Engine(nn.Module):
         return logits
 
     def backward(self, loss: Tensor) -> None:
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         for part in self.parts:
             part.scatter()
 
@@ -120,7 +120,7 @@ class Engine(nn.Module):
         self.norm = float(squares.sqrt())
         for part in self.parts:
             if part.grad is not None:
-                part.shard.grad = part.grad * min(1.0, 0.01 / self.norm)
+                part.shard.grad = part.grad * min(1.0, 0.01 / (self.norm + 1e-6))
         self.inner.step()
         for part in self.parts:
             part.grad = None

@@ -127,7 +127,11 @@ class MeshAxes:
     """
 
     def __init__(self, trace: TraceReader) -> None:
-        axes = {axis: set(ranks) for axis, ranks in trace.ranks[0].axes.items()}
+        axes: dict[str, set[int]] = {}
+        for axis, ranks in trace.ranks[0].axes.items():
+            # A folded axis whose other parts have one rank is the same axis again.
+            if len(ranks) == 1 or set(ranks) not in axes.values():
+                axes[axis] = set(ranks)
         self.sizes: dict[str, int] = {
             axis: len(ranks)
             for axis, ranks in axes.items()

@@ -33,7 +33,7 @@ from paralign.align.pair import Piece, Side, Term
 from paralign.align.trace import Kind
 from paralign.layout import Box, LocalMap, boxes
 
-_SAMPLE = 8192
+_SAMPLE = 2048
 _MOST_CONTRIBUTIONS = 512
 
 
@@ -62,9 +62,10 @@ def find_recipe(context: Context, item: Compared) -> Recipe | None:
         return None
     for side in (context.parallel, context.reference):
         contributions = _contributions(side, item)
-        recipe = _recipe_of(item, contributions) or _known_recipe(context, item, contributions)
+        recipe = _known_recipe(context, item, contributions) or _recipe_of(item, contributions)
         if recipe is not None:
-            context.recipes.append(recipe)
+            if recipe not in context.recipes:
+                context.recipes.append(recipe)
             return recipe
     return None
 
@@ -92,7 +93,7 @@ def _known_recipe(
                     break
                 worst = max(worst, _error(piece, None, made, members, contributions, limit))
         if worst <= limit:
-            return Recipe(labels, recipe.right, recipe.made, worst)
+            return recipe
     return None
 
 
@@ -220,6 +221,9 @@ def _error(
         return math.inf
     mix = Mix(tuple(terms))
     norm = math.hypot(*(float(torch.linalg.vector_norm(mix.fetch(box))) for box in parts_of(piece)))
+    if not norm > 0.0:  # a part of which no contribution holds anything
+        target = [piece.read(box) if base is None else base.fetch(box) for box in parts_of(piece)]
+        return math.inf if any(bool((part != 0).any()) for part in target) else 0.0
     if base is None:
         return error_left([piece], mix, norm, stop_at=limit)
     error = math.hypot(
@@ -228,7 +232,7 @@ def _error(
             for box in parts_of(piece)
         )
     )
-    return error / norm if norm else math.inf
+    return error / norm
 
 
 def _nearby(weight: float, tolerance: float) -> float:

@@ -13,7 +13,7 @@ from paralign.align.explain.factors import (
     prove_factor_by_rank,
 )
 from paralign.align.explain.missing import prove_absent, prove_zeros
-from paralign.align.explain.placement import WRONG_LAYER, prove_misplaced, prove_permuted_rows
+from paralign.align.explain.placement import prove_misplaced, prove_permuted_rows
 from paralign.align.explain.precision import prove_precision
 from paralign.align.explain.proof import Proof, finding_of
 from paralign.align.explain.replicas import (
@@ -44,8 +44,10 @@ HYPOTHESES: tuple[Hypothesis, ...] = (
     prove_precision,
 )
 
+_PATIENCE = 24
+_PATIENCE_DOWNSTREAM = 4
+
 _REDUCING = {MISSING_REDUCTION, WRONG_GROUP}
-_MISPLACED = {WRONG_LAYER: "weights"}
 
 
 def explain_gradients(context: Context, kind: str, step: int) -> list[Finding]:
@@ -54,9 +56,14 @@ def explain_gradients(context: Context, kind: str, step: int) -> list[Finding]:
     if not failing:
         return []
     gated = [item for item in context.judged(kind, step) if item.row.budget_eps is not None]
-    groups, unknown = group_proofs(context, failing, HYPOTHESES)
+    hypotheses = HYPOTHESES
+    if any(finding.component == "data" for finding in context.found):
+        # Other samples are other contributions: that some are missing says nothing new.
+        hypotheses = tuple(h for h in HYPOTHESES if h is not prove_recipe)
+    groups, unknown = group_proofs(context, failing, hypotheses)
     # What larger tensors taught of how gradients are put together may explain small ones.
-    more, unknown = group_proofs(context, unknown, (prove_recipe,))
+    again = (prove_recipe,) if context.recipes else ()
+    more, unknown = group_proofs(context, unknown, again)
     for key, proven in more.items():
         groups.setdefault(key, []).extend(proven)
     if context.upstream:
@@ -75,12 +82,27 @@ def explain_gradients(context: Context, kind: str, step: int) -> list[Finding]:
 def group_proofs(
     context: Context, items: Sequence[Compared], hypotheses: Sequence[Hypothesis]
 ) -> tuple[dict[tuple[object, ...], list[tuple[Compared, Proof]]], list[Compared]]:
-    """Return proven tensors by the key of their proof, and those that nothing explains."""
+    """Return proven tensors by the key of their proof, and those that nothing explains.
+
+    A hypothesis that held for none of the first few tensors is not asked again, the sooner if
+    something before explains them: trying everything on everything would take longer than the
+    comparison did.
+    """
+    patience = _PATIENCE_DOWNSTREAM if context.upstream else _PATIENCE
+    misses: dict[Hypothesis, int] = {}
     groups: dict[tuple[object, ...], list[tuple[Compared, Proof]]] = {}
     unknown = []
     for item in items:
-        proofs = (hypothesis(context, item) for hypothesis in hypotheses)
-        proof = next((proof for proof in proofs if proof is not None), None)
+        proof = None
+        for hypothesis in hypotheses:
+            missed = misses.get(hypothesis, 0)
+            if missed >= patience:
+                continue
+            proof = hypothesis(context, item)
+            if proof is not None:
+                misses[hypothesis] = -len(items)  # it holds here, so it is always asked
+                break
+            misses[hypothesis] = missed + 1
         if proof is None:
             unknown.append(item)
         else:

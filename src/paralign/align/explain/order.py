@@ -42,7 +42,7 @@ def explain(context: Context) -> list[Finding]:
         if remaps:  # the same layers, and what their names say of every rank
             weights = [finding for finding in weights if finding.cause != WRONG_LAYER]
         context.found += [*remaps, *weights]
-        context.found += explain_inputs(context, step)
+        context.found += explain_data(context, step) or explain_inputs(context, step)
         context.found += explain_tokens(context, step)
         context.found += explain_outputs(context, step)
         context.found += _loss_and_gradients(context, step)

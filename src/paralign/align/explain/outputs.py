@@ -17,6 +17,7 @@ import torch
 
 from paralign.align.explain.candidates import Candidate
 from paralign.align.explain.context import Context
+from paralign.align.explain.forward import prove_output, stage_axes
 from paralign.align.explain.proof import Proof, evidence, finding_of, pieces_once
 from paralign.align.explain.replicas import (
     MISSING_REDUCTION,
@@ -45,7 +46,13 @@ def explain_outputs(context: Context, step: int) -> list[Finding]:
         if proof is not None and proof.cause == MISSING_REDUCTION and _is_made_up_for(item, wrong):
             continue
         if proof is None:
-            proof = _differing(context, item) or _by_position(context, item)
+            proof = (
+                prove_output(context, item)
+                or _differing(context, item)
+                or _by_position(context, item)
+            )
+            if proof is not None and not proof.axes:
+                proof.axes = tuple(context.mesh.named(stage_axes(context, item)))
         else:
             item = _outermost(item, failing, context)
             proof.text = proof.text.replace("sum the gradient over", "sum the output over").replace(

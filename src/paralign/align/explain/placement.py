@@ -216,7 +216,7 @@ def prove_permuted_rows(context: Context, item: Compared) -> Proof | None:
     for dim, size in enumerate(item.base.shape):
         if size < 2 or not norm > 0.0:
             continue
-        order = _matching_order(
+        order = matching_order(
             x.transpose(0, dim).reshape(size, -1), r.transpose(0, dim).reshape(size, -1)
         )
         moved = r.index_select(dim, order)
@@ -237,7 +237,7 @@ def prove_permuted_rows(context: Context, item: Compared) -> Proof | None:
     return None
 
 
-def _matching_order(x: Tensor, r: Tensor) -> Tensor:
+def matching_order(x: Tensor, r: Tensor) -> Tensor:
     """Return which slice of ``r`` each slice of ``x`` is, if they are the same slices at all."""
     generator = torch.Generator().manual_seed(0)
     direction = torch.randn(x.shape[1], generator=generator, dtype=torch.float64)

@@ -21,7 +21,8 @@ def _finding(context: Context, remap: Remap) -> Finding:
     advice = (
         "Cut and place it by the rank's coordinate on the axis that shards it."
         if is_order
-        else "Rename it, or compare without the rule."
+        else "Correct the rule that names it (layers of the stages before it, plus its own "
+        "number), or leave it out: content tells."
         if remap.is_followed
         else "Derive the layer's number from the stage alone: layers of the stages before it plus "
         "its own number. Ranks of one stage hold the same layers, whatever their other coordinates."

@@ -6,6 +6,7 @@ import re
 from collections.abc import Hashable, Iterator, Mapping
 from typing import Any
 
+from paralign.align.facts import MUST_AGREE
 from paralign.align.inspect.report import Check
 from paralign.align.inspect.view import Held, View
 from paralign.align.trace import Kind
@@ -24,7 +25,10 @@ def check_ranks(view: View) -> Check:
         check.looked_at = 0
         check.why_not = "there is one rank"
         return check
+    said = _run_facts(view)
+    check.looked_at += len(said)
     check.findings += [
+        *_disagree(view, "the fact", {fact: {"": values} for fact, values in said.items()}),
         *_disagree(view, "the optimizer option", _by_fact(options)),
         *_between_stages(view, options),
         *_disagree(view, "the", _by_fact(entries)),
@@ -46,6 +50,16 @@ def _options(view: View) -> Said:
                     facts = {"class": optimizer["class"], **group["options"]}
                     said.setdefault(name, {})[index.rank] = facts
     return said
+
+
+def _run_facts(view: View) -> dict[str, dict[int, Any]]:
+    """Return per fact that all of a run must agree on what each rank said; ranks may be silent."""
+    facts = (*MUST_AGREE, "num_microbatches")
+    said = {
+        fact: {index.rank: index.run[fact] for index in view.reader.ranks if fact in index.run}
+        for fact in facts
+    }
+    return {fact: values for fact, values in said.items() if len(values) > 1}
 
 
 def _entries(view: View) -> Said:
@@ -132,9 +146,9 @@ def _finding(
     return Finding(
         component="config",
         cause="different_config",
-        tensor=names[0],
+        tensor=names[0] or None,
         axes=[str(axis) for axis in axes],
-        evidence={"fact": fact, "ranks": shown, "parameters": len(names), "names": names[:8]},
-        fix=f"{fact} of {len(names)} parameters differs between ranks: {told}. Give every rank the "
-        "same.",
+        evidence={"fact": fact, "ranks": shown, "names": [name for name in names[:8] if name]},
+        fix=f"{fact}{f' of {len(names)} parameters' if names[0] else ''} differs between ranks: "
+        f"{told}. Give every rank the same.",
     )

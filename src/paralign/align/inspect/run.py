@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from paralign.align.inspect.clipping import check_clipping
+from paralign.align.inspect.experts import check_experts
 from paralign.align.inspect.gradients import check_gradients
 from paralign.align.inspect.inputs import check_inputs
 from paralign.align.inspect.labels import check_labels
@@ -25,10 +27,12 @@ _CHECKS: tuple[Callable[[View], Check], ...] = (
     check_inputs,
     check_labels,
     check_weights,
+    check_experts,
     check_losses,
     check_gradients,
     check_replicas,
     check_norms,
+    check_clipping,
     check_updates,
 )
 

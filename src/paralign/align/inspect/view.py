@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import math
+import re
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,10 @@ from paralign.align.budget import (
 from paralign.align.inspect.fingerprint import Fingerprint, norm_of_sum, take_fingerprint
 from paralign.align.trace import Kind, TensorEntry
 from paralign.align.trace_reader import TraceReader
+
+LAYER = re.compile(r"^(.*?\.)(\d+)(\..+)$")
+OF_STAGE = " (stage "
+"""Follows the name of a tensor of a stage that numbers its layers from 0."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +73,7 @@ class View:
         self._norms: dict[int, dict[str, float]] = {}
         self._noise: dict[int, frozenset[str]] = {}
         self._reached: dict[tuple[int, tuple[str, ...]], frozenset[int]] = {}
+        self._tell_stages_apart()
 
     @property
     def eps(self) -> float:
@@ -197,10 +203,50 @@ class View:
 
     def where(self, name: str) -> dict[str, Any] | None:
         """Return the module that owns a parameter."""
+        name = name.partition(OF_STAGE)[0]
         for index in self.reader.ranks:
             if name in index.modules:
                 return dict(index.modules[name])
         return None
+
+    def _tell_stages_apart(self) -> None:
+        """Where stages number their layers from 0 each, equal names mean different layers."""
+        numbers: dict[str, dict[int, set[int]]] = {}
+        held = self.tensors(Kind.PARAM, self.steps[0]) if self.steps else {}
+        for name, pieces in held.items():
+            match = LAYER.match(name)
+            if match is not None:
+                stages = numbers.setdefault(match[1], {})
+                for piece in pieces:
+                    found = stages.setdefault(self.coordinate(piece.rank, "pp"), set())
+                    found.add(int(match[2]))
+        own = tuple(
+            prefix
+            for prefix, stages in numbers.items()
+            if len(stages) > 1
+            and all(found == set(range(len(found))) for found in stages.values())
+            and self._stages_differ(pieces for n, pieces in held.items() if n.startswith(prefix))
+        )
+        for moment, by_name in self._groups.items() if own else ():
+            renamed: dict[str, list[Held]] = {}
+            for name, pieces in by_name.items():
+                for piece in pieces:
+                    stage = self.coordinate(piece.rank, "pp")
+                    told = f"{name}{OF_STAGE}{stage})" if name.startswith(own) else name
+                    renamed.setdefault(told, []).append(piece)
+            self._groups[moment] = renamed
+
+    def _stages_differ(self, tensors: Iterable[Sequence[Held]]) -> bool:
+        """Whether tensors of the same name begin with other values on other stages."""
+        for pieces in tensors:
+            values: dict[Hashable, dict[int, Hashable]] = {}
+            for piece in pieces:
+                if piece.entry.file is not None:
+                    at = values.setdefault(piece.place, {})
+                    at[self.coordinate(piece.rank, "pp")] = self.fingerprint(piece).digest
+            if any(len(set(found.values())) > 1 for found in values.values()):
+                return True
+        return False
 
     def _differing_axes(self, said: Mapping[int, Hashable], prefer: Sequence[str]) -> Iterable[str]:
         seen: set[frozenset[frozenset[int]]] = set()

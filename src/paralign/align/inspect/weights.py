@@ -8,7 +8,7 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 
 from paralign.align.inspect.replicas import describe_ranks
 from paralign.align.inspect.report import Check
-from paralign.align.inspect.view import Held, View
+from paralign.align.inspect.view import OF_STAGE, Held, View
 from paralign.align.trace import Kind
 from paralign.align.verdict import Finding
 
@@ -120,7 +120,7 @@ def _wrong_layers(view: View, held: Mapping[str, Sequence[Held]]) -> Iterator[Fi
     parts: dict[str, set[str]] = {}
     for name, pieces in held.items():
         match = _LAYER.match(name)
-        if match is not None:
+        if match is not None and OF_STAGE not in name:
             holders = stages.setdefault(match[1], {}).setdefault(int(match[2]), set())
             holders |= {view.coordinate(piece.rank, "pp") for piece in pieces}
             parts.setdefault(match[1], set()).add(match[3])

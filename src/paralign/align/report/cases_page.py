@@ -18,7 +18,7 @@ def render_cases(cases: CaseList) -> str:
     headings = dict.fromkeys(name for case in cases.cases for name in case.columns)
     return render_page(
         "cases.html.j2",
-        script="cases.js",
+        scripts=("cases.js",),
         title=f"{cases.title}: {cases.verdict}",
         list=cases,
         counts=[(outcome, counts[outcome]) for outcome in _ORDER if counts[outcome]],

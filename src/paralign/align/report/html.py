@@ -38,7 +38,7 @@ def render_report(report: Report) -> str:
     maps = heat_maps(report.tensors)
     return render_page(
         "report.html.j2",
-        script="report.js",
+        scripts=("dom.js", "details.js", "report.js"),
         title=f"{report.verdict}: {mesh_name(report)}",
         report=report,
         tiles=_tiles(report),

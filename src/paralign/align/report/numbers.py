@@ -10,7 +10,7 @@ def short(value: float) -> str:
     if not math.isfinite(value):
         return str(value)
     if value == 0 or 0.1 <= abs(value) < 1e4:
-        return f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
+        return f"{value:.3g}" if abs(value) < 999.5 else f"{value:.0f}"
     return f"{value:.1e}"
 
 

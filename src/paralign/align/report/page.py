@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+from collections.abc import Sequence
 from importlib import resources
 from typing import Any
 
@@ -20,15 +21,16 @@ from paralign.align.report.numbers import seconds, short
 _FOLDER = "templates"
 
 
-def render_page(template: str, *, script: str, **values: Any) -> str:
+def render_page(template: str, *, scripts: Sequence[str], **values: Any) -> str:
     """Fill a template that extends ``base.html.j2``.
 
     Args:
         template: Its file name.
-        script: File name of the page's script.
+        scripts: File names of what makes up the page's one script.
         values: What the template shows; ``data``, if there is any, is what the script reads.
     """
-    style, code = _text("page.css"), _text("common.js") + _text(script)
+    style = _text("page.css")
+    code = "\n".join(map(_text, ("common.js", *scripts)))
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("paralign.align.report", _FOLDER),
         autoescape=True,

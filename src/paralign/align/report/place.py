@@ -83,7 +83,7 @@ def _ranks(ranks: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     if 0 < len(guilty) <= _NARROW * len(ranks):
         few = ", ".join(map(str, guilty[:8]))
         more = ", ..." if len(guilty) > 8 else ""
-        yield f"only rank {few}{more} of {len(ranks)} that hold it"
+        yield f"only {len(guilty)} of the {len(ranks)} ranks that hold it: {few}{more}"
 
 
 def _as_size(error: float) -> float:

@@ -11,6 +11,8 @@ from paralign.align.verdict import Finding, Report, TensorRow
 
 CONFIG = "config"
 
+# Tensors of these kinds are made one after another; of others the worst tells more than the first.
+_IN_ORDER = ("input", "output", "output_grad")
 _TITLES = {
     "input": "inputs",
     "param": "initial parameters",
@@ -38,7 +40,7 @@ class Station:
     is_first: bool = False
     """It is where the runs part."""
     row: int | None = None
-    """Which of the report's tensors to look at: the first out of budget, else the worst."""
+    """Which of the report's tensors to look at."""
 
 
 @dataclass(frozen=True)
@@ -88,12 +90,14 @@ def _station(items: Sequence[tuple[int, TensorRow]], *, may_be_first: bool) -> S
     gated = [(at, row) for at, row in items if row.budget_eps is not None]
     at, worst = max(gated or items, key=lambda item: (item[1].strain, finite(item[1].eps)))
     if failing:
-        at, worst = failing[0]
-        text = (
-            f"{short(worst.eps)} eps, out of budget"
-            if len(items) == 1
-            else f"{len(failing)} of {len(items)} out of budget"
-        )
+        is_ordered = first.kind in _IN_ORDER
+        at, worst = failing[0] if is_ordered else max(failing, key=lambda item: item[1].strain)
+        text = f"{short(worst.eps)} eps, out of budget"
+        if len(items) > 1:
+            which = "first" if is_ordered else "worst"
+            text = (
+                f"{len(failing)} of {len(items)} out of budget, {which} {worst.name or 'the model'}"
+            )
     elif not gated:
         text = f"{len(items)} listed, not gated"
     elif len(items) == 1:

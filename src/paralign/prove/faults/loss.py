@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paralign.loss import IGNORE_INDEX
+from paralign.mesh import Axis, fold
 from paralign.parallel.pipeline import PipelineRuntime
 from paralign.prove.fault import fault
 from paralign.prove.fault_run import FaultRun
@@ -32,9 +33,9 @@ def valid(labels: Tensor) -> Tensor:
 @fault(needs={"accumulation", "padding"}, component="loss", cause="token_weighting")
 def mean_of_micro_batch_means(run: FaultRun) -> None:
     """Every micro-batch counts alike, however many of its tokens are valid."""
-    mesh, pieces = run.mesh, run.config.pipeline.num_microbatches
+    pieces = run.config.pipeline.num_microbatches
     ranks = run.config.mesh.degrees.dp * run.config.mesh.cp
-    group = mesh["loss"].get_group() if ranks > 1 else None
+    group = fold(run.mesh, Axis.LOSS).get_group() if ranks > 1 else None
 
     def weight(labels: Tensor, normaliser: float) -> Tensor:
         count = (labels != IGNORE_INDEX).sum()

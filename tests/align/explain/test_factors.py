@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+
+from paralign.align.explain.candidates import names_cause, names_place
+from tests.align.explain.scene import Scene, scaled
+
+
+def test_a_factor_on_all_gradients(tmp_path: Path) -> None:
+    scene = Scene({"dp": 5, "cp": 2})
+    (finding,) = scene.explain(tmp_path, lambda r, run: scene.rank(scaled(scene.right(), 1 / 5)))
+    assert (finding.component, finding.cause) == ("reduction", "constant_factor")
+    assert finding.axes == ["dp"]
+    assert finding.evidence["factor"] == "1/5"
+    assert finding.evidence["eps_after"] < 10
+
+
+def test_sizes_that_are_equal_are_all_listed(tmp_path: Path) -> None:
+    scene = Scene({"dp": 2, "cp": 2}, micro_batches=2)
+    (finding,) = scene.explain(tmp_path, lambda r, run: scene.rank(scaled(scene.right(), 0.5)))
+    assert finding.separate_by is not None
+    assert finding.axes == []
+    for place in (["dp"], ["cp"]):
+        assert names_cause(finding, "reduction", place, "constant_factor")
+    assert names_cause(finding, "backward", [], "constant_factor")
+    assert not names_place(finding, "reduction", ["dp", "cp"])
+    assert not names_cause(finding, "loss", [], "constant_factor")
+
+
+def test_a_factor_on_some_gradients_is_a_reduction_done_twice(tmp_path: Path) -> None:
+    scene = Scene({"dp": 3, "cp": 2}, micro_batches=5)
+
+    def change(rank, run):
+        return scene.rank(scaled(scene.right(), 3, "norm.weight"))
+
+    (finding,) = scene.explain(tmp_path, change)
+    assert (finding.component, finding.cause) == ("reduction", "double_reduction")
+    assert (finding.axes, finding.tensor) == (["dp"], "norm.weight")
+    assert names_cause(finding, "backward", [], "constant_factor")
+
+
+@pytest.mark.parametrize("factor", [15 / 4, 2.000000002, -1.0])
+def test_factors_that_are_no_size(tmp_path: Path, factor: float) -> None:
+    scene = Scene({"dp": 2, "cp": 3})
+    (finding,) = scene.explain(tmp_path, lambda r, run: scene.rank(scaled(scene.right(), factor)))
+    assert (finding.component, finding.cause) == ("backward", "constant_factor")
+    told = finding.evidence["factor"]
+    assert float(Fraction(told)) == pytest.approx(factor, rel=1e-11)
+    assert finding.candidates == []
+
+
+def test_contributions_tell_a_double_sum_from_a_wrong_loss(tmp_path: Path) -> None:
+    scene = Scene({"dp": 2, "cp": 3})
+
+    def twice(rank, run):
+        changed = scene.rank(scaled(scene.right(), 2))
+        changed.micro = scene.contributions[rank]
+        return changed
+
+    (finding,) = scene.explain(tmp_path, twice)
+    assert (finding.cause, finding.axes) == ("double_reduction", ["dp"])
+    assert finding.candidates == []
+
+    def too_large(rank, run):
+        changed = scene.rank(scaled(scene.right(), 2))
+        changed.micro = [scaled(part, 2) for part in scene.contributions[rank]]
+        return changed
+
+    (finding,) = scene.explain(tmp_path, too_large)
+    assert (finding.component, finding.cause) == ("backward", "constant_factor")
+    assert finding.candidates == []
+
+
+def test_the_loss_is_what_is_scaled_if_it_has_the_factor_too(tmp_path: Path) -> None:
+    scene = Scene({"dp": 2, "cp": 3})
+
+    def change(rank, run):
+        changed = scene.rank(scaled(scene.right(), 1 / 3))
+        changed.loss = run.loss / 3
+        return changed
+
+    (finding,) = scene.explain(tmp_path, change, facts={"num_microbatches": 7})
+    assert (finding.component, finding.cause) == ("loss", "constant_factor")
+    assert finding.axes == ["cp"]
+    assert finding.evidence["gradients"] == 4

@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from jsonschema import Draft202012Validator
+from referencing import Registry, Resource
+
+import paralign.align
+from paralign.errors import ConfigError
+from paralign.prove.drill import drill
+from tests.parity import make_config
+
+pytestmark = pytest.mark.ranks
+
+OWN = """\
+import torch.distributed as dist
+import paralign as pa
+
+
+@pa.fault(component="data", cause="different_data")
+def own_nothing(run):
+    '''Nothing changes, in the last bit.'''
+    run.on_batch(lambda batch: batch)
+
+
+@pa.fault(component="backward", cause="single_rank")
+def own_collapse(run):
+    '''The run does not come to its end.'''
+    if dist.get_rank() == 1:
+        raise RuntimeError("the last rank falls over")
+
+
+@pa.fault(component="optimizer", cause="different_config")
+def own_patch(run):
+    '''Patches are taken back: the faults after this one are not affected.'''
+    run.patch(run.program, "clip_grad_norm_", lambda largest: run.program.grad_norm() * 0 + 1)
+"""
+
+
+@pytest.fixture(scope="module")
+def config():
+    return make_config(
+        mesh={"cp": 2},
+        model={"num_layers": 2, "hidden_size": 16, "ffn_hidden_size": 16, "bias": False},
+        pipeline={"num_microbatches": 3},
+        batch={"global_batch": 6, "seq_len": 16},
+    )
+
+
+@pytest.fixture(scope="module")
+def report(config, tmp_path_factory):
+    file = tmp_path_factory.mktemp("faults") / "own.py"
+    file.write_text(OWN)
+    names = ["own_", "cp_is_left_out", "averaged_over_cp", "reported_loss_is_smoothed"]
+    return drill(config, faults=file, only=names)
+
+
+def test_the_run_without_a_fault_is_aligned(report):
+    assert report.clean.verdict == "aligned", report.clean.why
+
+
+def test_faults_are_caught_and_named(report):
+    words = {outcome.fault.name: outcome.word for outcome in report.outcomes}
+    assert words["cp_is_left_out_of_the_fsdp_mesh"] == "right"
+    assert words["averaged_over_cp"] == "right"
+    assert words["reported_loss_is_smoothed"] == "right"
+
+
+def test_a_fault_that_changes_no_number_is_inert(report):
+    (nothing,) = [o for o in report.outcomes if o.fault.name == "own_nothing"]
+    assert (nothing.inert, nothing.caught) == (True, False)
+
+
+def test_a_fault_that_ends_the_run_is_caught_by_its_error(report):
+    (fell,) = [o for o in report.outcomes if o.fault.name == "own_collapse"]
+    assert fell.caught
+    assert "the last rank falls over" in str(fell.error)
+    assert report.exit_status == 0
+
+
+def test_the_json_fits_its_schema(report):
+    schemas = {
+        path.name: json.loads(path.read_text())
+        for path in (Path(paralign.align.__file__).parent / "schema").glob("*.json")
+    }
+    registry = Registry().with_resources(
+        (name, Resource.from_contents(schema)) for name, schema in schemas.items()
+    )
+    validator = Draft202012Validator(schemas["drill.schema.json"], registry=registry)
+    assert list(validator.iter_errors(json.loads(report.to_json()))) == []
+
+
+def test_a_name_that_no_fault_has_is_refused(config):
+    with pytest.raises(ConfigError, match="--only='no_such_fault'"):
+        drill(config, only=["no_such_fault"])
+
+
+def test_a_config_that_no_fault_fits_is_refused(config):
+    with pytest.raises(ConfigError, match="lacks pp"):
+        drill(config, only=["each_stage_clips"])

@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+import pytest
+
+from paralign.align.verdict import Finding, Report
+from paralign.config.rules import find_problems
+from paralign.errors import RankError
+from paralign.prove.separate import describe_change, separate, separating_config
+from tests.parity import make_config
+
+
+def finding(cause="constant_factor", axes=(), *candidates, separate_by="run again") -> Finding:
+    return Finding(
+        component="reduction",
+        cause=cause,
+        fix="Mend it.",
+        axes=list(axes),
+        candidates=list(candidates),
+        separate_by=separate_by,
+    )
+
+
+BOTH = ("reduction/constant_factor over dp_shard: a", "reduction/constant_factor over cp: b")
+
+
+def report(*findings) -> Report:
+    return Report(
+        verdict="misaligned", why="", dtype="float64", yardstick="", findings=list(findings)
+    )
+
+
+@pytest.fixture
+def config():
+    return make_config(mesh={"dp_shard": 2, "cp": 2}, pipeline={"num_microbatches": 2})
+
+
+def test_the_candidates_get_sizes_that_nothing_else_has(config):
+    changed = separating_config(config, finding("constant_factor", (), *BOTH))
+    mesh = changed.mesh
+    assert mesh.dp_shard != mesh.cp
+    assert {mesh.dp_shard, mesh.cp}.isdisjoint({1, changed.pipeline.num_microbatches})
+    assert find_problems(changed) == []
+    assert mesh.degrees.world_size <= 16
+
+
+def test_micro_batches_can_be_a_candidate_too(config):
+    listed = ("reduction/constant_factor over cp", "backward/constant_factor: every rank")
+    found = finding("constant_factor", (), *listed, separate_by="another num_microbatches or cp")
+    changed = separating_config(config, found)
+    sizes = {changed.mesh.cp, changed.pipeline.num_microbatches, changed.mesh.dp_shard}
+    assert len(sizes) == 3
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        finding("constant_factor", ("cp",)),
+        finding("constant_factor", ("cp",), BOTH[1]),
+        finding("constant_factor", (), *BOTH, separate_by=None),
+        finding(
+            "double_reduction",
+            ("cp",),
+            "reduction/double_reduction over cp",
+            "reduction/constant_factor over cp",
+        ),
+    ],
+)
+def test_nothing_is_run_where_sizes_decide_nothing(config, found):
+    def never(changed):
+        raise AssertionError("no run is due")
+
+    before = report(found)
+    assert separate(config, before, never) == (before, None)
+
+
+def test_the_second_run_decides(config):
+    seen = []
+
+    def again(changed):
+        seen.append(changed)
+        return report(finding("constant_factor", ("cp",)))
+
+    judged, told = separate(config, report(finding("constant_factor", (), *BOTH)), again)
+    (first,) = judged.findings
+    assert (first.axes, first.candidates, first.separate_by) == (["cp"], [], "run again")
+    assert told.startswith(describe_change(config, seen[0]))
+    assert first.evidence["separated_by"] in first.fix
+
+
+@pytest.mark.parametrize(
+    "second",
+    [
+        report(),
+        report(finding("unknown", ())),
+        report(finding("constant_factor", (), *BOTH)),
+        RankError("rank 0: fell over"),
+    ],
+)
+def test_a_second_run_that_says_something_else_decides_nothing(config, second):
+    def again(changed):
+        if isinstance(second, Exception):
+            raise second
+        return second
+
+    judged, told = separate(config, report(finding("constant_factor", (), *BOTH)), again)
+    assert judged.findings[0].candidates == list(BOTH)
+    assert judged.findings[0].axes == []
+    assert "did not" in told

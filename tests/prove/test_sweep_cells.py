@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+from itertools import combinations
+
+from paralign.prove.sweep_cells import Cell, cells_of, factorisations, pairs_cover
+from tests.parity import make_config
+
+
+def test_every_factorisation_is_there_once():
+    found = list(factorisations(8))
+    assert len(found) == 20
+    assert len({tuple(mesh.items()) for mesh in found}) == 20
+    for mesh in found:
+        product = 1
+        for degree in mesh.values():
+            product *= degree
+        assert product == 8
+
+
+def test_schedules_are_tried_where_there_is_a_pipeline():
+    cells = cells_of(make_config(), 2)
+    by_mesh: dict[tuple[tuple[str, int], ...], list[Cell]] = {}
+    for cell in cells:
+        by_mesh.setdefault(cell.mesh, []).append(cell)
+    counts = {dict(mesh)["pp"]: len(of_mesh) for mesh, of_mesh in by_mesh.items()}
+    assert counts == {1: 1, 2: 7}
+    assert len({cell.name for cell in cells}) == len(cells)
+
+
+def test_a_refused_cell_says_why_and_has_no_config():
+    cells = {cell.name: cell for cell in cells_of(make_config(batch={"seq_len": 15}), 2)}
+    refused = cells["cp2-1F1B"]
+    assert refused.config is None
+    assert "seq_len=15" in refused.why
+    ran = cells["pp2-GPipe"]
+    assert ran.why == ""
+    assert (ran.config.mesh.pp, ran.config.pipeline.schedule) == (2, "GPipe")
+
+
+def test_what_fitted_only_the_configs_own_pipeline_is_left_open():
+    config = make_config(
+        mesh={"pp": 2},
+        pipeline={
+            "schedule": "Interleaved1F1B",
+            "stages_per_rank": 2,
+            "layers_per_stage": (1, 1, 1, 1),
+        },
+    )
+    cells = {cell.name: cell for cell in cells_of(config, 4)}
+    assert cells["pp2-cp2-Interleaved1F1B"].config.pipeline.layers_per_stage == (1, 1, 1, 1)
+    assert cells["pp2-cp2-GPipe"].config is None  # four sizes do not fit its two stages
+    assert cells["pp4-GPipe"].config.pipeline.layers_per_stage is None
+    assert cells["pp4-GPipe"].config.pipeline.stages_per_rank is None
+
+
+def test_a_program_of_the_users_own_gets_no_schedules():
+    config = make_config().model_copy(update={"program": "examples.own_program:build"})
+    assert {cell.schedule for cell in cells_of(config, 2)} == {"1F1B"}
+
+
+def test_pairs_are_all_covered_by_fewer_cells():
+    cells = cells_of(make_config(), 4)
+    runnable = [cell for cell in cells if cell.config is not None]
+    chosen = pairs_cover(cells)
+    assert set(chosen) <= set(runnable)
+    assert 0 < len(chosen) <= len(runnable)
+
+    def pairs(of):
+        return {
+            pair
+            for cell in of
+            for pair in combinations([*cell.mesh, ("schedule", cell.schedule)], 2)
+        }
+
+    assert pairs(chosen) == pairs(runnable)
