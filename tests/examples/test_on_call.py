@@ -32,7 +32,7 @@ def commands() -> list[tuple[str, str]]:
 
 def sentences(shown: str) -> list[str]:
     """Return what an output says, without what differs from run to run and machine to machine."""
-    joined = " ".join(shown.split())
+    joined = " ".join(shown.partition("\n")[2].split())  # without the line of numbers
     parts = re.split(r"(?<=[.:])\s|\s\|\s|\(", joined)
     return [
         part for part in parts if len(part.split()) > 3 and "/" not in part and "eps" not in part

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from paralign.align.activation_judge import ActivationJudge
-from paralign.align.budget import EPS, Budget, Yardstick
+from paralign.align.budget import Budget, Yardstick
 from paralign.align.coverage import coverage_of
 from paralign.align.error_profile import MOST_PROFILES, error_profile
 from paralign.align.explain import Context, explain
@@ -36,7 +36,7 @@ from paralign.align.verdict import (
     Report,
     TensorRow,
 )
-from paralign.errors import ConfigError
+from paralign.align.yardsticks import budget_for
 
 
 def compare(
@@ -82,7 +82,7 @@ def compare(
         theirs = stack.enter_context(TraceReader(parallel))
         exact = None if truth is None else stack.enter_context(TraceReader(truth))
         second = None if noise is None else stack.enter_context(TraceReader(noise))
-        budget = _budget(theirs, exact, second)
+        budget = budget_for(theirs, exact, second)
         comparison = _Comparison(ours, theirs, exact, second, budget, names, allow_skipped)
         report = comparison.report()
         if model is not None:
@@ -295,50 +295,6 @@ class _Comparison:
             facts=facts,
         )
         return explain(context)
-
-
-def _budget(parallel: TraceReader, truth: TraceReader | None, noise: TraceReader | None) -> Budget:
-    dtype = str(parallel.facts.run.get("compute_dtype"))
-    if dtype not in EPS:
-        raise ConfigError(
-            f"{parallel.directory}: compute_dtype={dtype!r} is not one of {', '.join(EPS)}. "
-            "Name it with pa.record(..., facts={'compute_dtype': ...})."
-        )
-    if truth is not None and noise is not None:
-        raise ConfigError(
-            f"truth={str(truth.directory)!r} and noise={str(noise.directory)!r} are two ways to "
-            "measure the same. Give one of them; the truth is the sharper one."
-        )
-    if noise is not None:
-        return _noise_budget(dtype, noise)
-    if truth is None:
-        fixed = dtype == "float64"
-        return Budget(dtype, Yardstick.FP64 if fixed else Yardstick.UNCALIBRATED)
-    if dtype == "float64":
-        raise ConfigError(
-            f"truth={str(truth.directory)!r} is for runs in fp32 or bf16; this one is in fp64, "
-            "where the reference is exact enough. Leave truth out."
-        )
-    if truth.facts.run.get("compute_dtype") != "float64":
-        raise ConfigError(
-            f"truth={str(truth.directory)!r} was computed in "
-            f"{truth.facts.run.get('compute_dtype')}. Record the reference run in float64 for it."
-        )
-    return Budget(dtype, Yardstick.TRUTH)
-
-
-def _noise_budget(dtype: str, noise: TraceReader) -> Budget:
-    if dtype == "float64":
-        raise ConfigError(
-            f"noise={str(noise.directory)!r} is for runs in fp32 or bf16; this one is in fp64, "
-            "where the budget is fixed. Leave noise out."
-        )
-    if (other := noise.facts.run.get("compute_dtype")) != dtype:
-        raise ConfigError(
-            f"noise={str(noise.directory)!r} was computed in {other}, the run under test in "
-            f"{dtype}. Record the second reference run in {dtype}."
-        )
-    return Budget(dtype, Yardstick.NOISE)
 
 
 def _describe(row: TensorRow) -> str:

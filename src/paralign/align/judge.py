@@ -19,6 +19,7 @@ from paralign.align.measure import (
 )
 from paralign.align.pair import UPDATE, Moment, Quantity, Side
 from paralign.align.places import PLACEMENT, own_name
+from paralign.align.rows import tensor_row
 from paralign.align.trace import TOKEN_KINDS, Kind
 from paralign.align.verdict import DISCRETE, EXACT, ORDINARY, ZERO_IN_THEORY, TensorRow
 
@@ -334,32 +335,8 @@ class Judge:
         tolerance: float | None,
         eps: float,
     ) -> TensorRow:
-        total = measured.total
-        relative = total.relative
-        row = TensorRow(
-            kind=moment.kind,
-            name=name,
-            step=moment.step,
-            rel_l2=relative,
-            eps=relative / eps,
-            budget_eps=None if tolerance is None else tolerance / eps,
-            cosine=total.cosine,
-            scale=total.scale,
-            worst_index=total.worst_index,
-            ok=tolerance is None or relative <= tolerance,
-            state=moment.state or None,
-            category=category,
-            worst_values=total.worst_values,
-            share_beyond=total.beyond / total.elements if total.elements else 0.0,
-            paired_by=self.paired_by(name),
-        )
-        if not row.ok and tolerance is not None:
-            limit = tolerance * total.base
-            row.ranks_off = [
-                rank
-                for rank, part in sorted(measured.by_rank.items())
-                if part.nonfinite or not part.error <= limit
-            ]
+        row = tensor_row(moment, name, measured, category, tolerance, eps)
+        row.paired_by = self.paired_by(name)
         return row
 
     def paired_by(self, name: str) -> str:

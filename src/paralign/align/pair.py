@@ -51,10 +51,11 @@ class Side:
                 moment = Moment.of(entry.step, entry.kind, entry.state)
                 by_name = self._entries.setdefault(moment, {})
                 places = None if pairing is None else pairing.places(index.rank, entry)
-                for place in own_places(entry) if places is None else places:
+                placed = own_places(entry) if places is None else places
+                for place in placed:
                     by_name.setdefault(place.name, []).append(_Held(index.rank, entry, place))
                 for alias in entry.aliases:
-                    self._first_name.setdefault(alias, entry.name)
+                    self._first_name.setdefault(alias, placed[0].name if placed else entry.name)
 
     def moments(self) -> list[Moment]:
         """Everything recorded, and the updates that follow from it, in causal order."""

@@ -26,7 +26,7 @@ from paralign.align.pair import Moment, Quantity, Side
 from paralign.align.places import CONTENT, RULE, Pairing, Place, own_name
 from paralign.align.positions import Positions
 from paralign.align.regions import as_map, held_parts
-from paralign.align.start_weights import Item
+from paralign.align.start_weights import Item, is_readable
 from paralign.align.trace import Kind, TensorEntry
 from paralign.align.trace_reader import TraceReader
 from paralign.layout import Box, Interval
@@ -125,12 +125,8 @@ class _Pairer:
         entries = [item.entry for item in self._items] + [
             term.entry for base in self._whole.values() for term in base.pieces[0].terms
         ]
-        dtypes = {getattr(torch, entry.dtype) for entry in entries}
-        narrow = min(
-            (dtype for dtype in dtypes if dtype.is_floating_point),
-            key=lambda dtype: dtype.itemsize,
-            default=torch.float64,
-        )
+        dtypes = {getattr(torch, entry.dtype) for entry in entries if is_readable(entry)}
+        narrow = min(dtypes, key=lambda dtype: dtype.itemsize, default=torch.float64)
         stacks = [Stack(item.entry.held_shape) for item in items]
         lengths = {n for stack in stacks for n in (stack.rows, stack.columns)}
         index = ContentIndex(
@@ -153,8 +149,22 @@ class _Pairer:
             return False
         if match.unknown_from is None and 2 * match.num_unknown > match.num_lines:
             return False  # a few lines in common do not make it the same tensor
+        names = self._names_for(item, is_named, mismatches)
+        self._pairing.equal.discard(item.key)
+        self._pairing.found[item.key] = tuple(
+            Place(names[part.name], self._shapes[part.name], as_map(part.box), part.lens, True)
+            for part in match.parts
+        )
+        for name in names.values():
+            if self._pairing.paired_by.get(name) != RULE or item.claimed != name:
+                self._pairing.paired_by[name] = CONTENT
+        self._note_rest(item)
+        return True
+
+    def _names_for(self, item: Item, is_named: bool, mismatches: list[Mismatch]) -> dict[str, str]:
+        """Return under which name each tensor that a weight holds is compared; note what is odd."""
         expected = self._expected(item, is_named)
-        names = dict(zip(match.names, match.names, strict=True))
+        names = dict(zip(item.match.names, item.match.names, strict=True))
         if expected is not None and set(expected.values()) != set(names):
             is_followed = self._is_only_named(item)
             if not is_followed or item.entry.source is not None or item.key in self._pairing.found:
@@ -169,19 +179,10 @@ class _Pairer:
             if self._is_renamed:
                 held = item.match.names[0]
                 mismatches.append(Mismatch(item.rank, item.own, item.claimed, held, True))
-        elif is_named and item.claimed in names and not self._is_in_place(item, match.parts):
+        elif is_named and item.claimed in names and not self._is_in_place(item, item.match.parts):
             # The right tensor, but other parts of it than its map says.
             mismatches.append(Mismatch(item.rank, item.own, item.claimed, item.claimed, True))
-        self._pairing.equal.discard(item.key)
-        self._pairing.found[item.key] = tuple(
-            Place(names[part.name], self._shapes[part.name], as_map(part.box), part.lens, True)
-            for part in match.parts
-        )
-        for name in names.values():
-            if self._pairing.paired_by.get(name) != RULE or item.claimed != name:
-                self._pairing.paired_by[name] = CONTENT
-        self._note_rest(item)
-        return True
+        return names
 
     def _expected(self, item: Item, is_named: bool) -> dict[str, str] | None:
         """Return, per tensor that it holds, which one it should hold; None if nothing tells."""

@@ -276,7 +276,11 @@ class Recorder:
     def _clipped_gradients_in_use(self) -> None:
         """Take the gradients again if something has changed them since they were taken."""
         before, self._norms = self._norms, None
-        if not self._recording() or before is None or _equal(before, self._pieces.norms()):
+        if not self._recording() or before is None:
+            return
+        after = self._pieces.norms()
+        gone = any(b is not None and a is None for b, a in zip(before, after, strict=True))
+        if gone or _equal(before, after):
             return
         entries = self._pieces.gradients(Kind.CLIPPED_GRAD, self._step, self._all_optimizers)
         self._open_writer().write(f"step{self._step}.clipped_grad", entries)
@@ -381,6 +385,7 @@ class Recorder:
             self._forget_stale_gradients()
             if "grads" in self._what and not self._captured:
                 self._take_gradients()
+            self._clipped_gradients_in_use()
             writer.index.steps.append(self._step)
             if not writer.index.optimizers:
                 names: dict[int, list[str]] = {}

@@ -51,8 +51,14 @@ class Item:
             and entry.flat is None
             and not entry.partial_over
             and 0 not in entry.held_shape
-            and getattr(torch, entry.dtype).is_floating_point
+            and is_readable(entry)
         )
+
+
+def is_readable(entry: TensorEntry) -> bool:
+    """Whether its dtype has the arithmetic that hashing needs: floats of two bytes and more."""
+    dtype: torch.dtype = getattr(torch, entry.dtype)
+    return dtype.is_floating_point and dtype.itemsize > 1
 
 
 class StartValues:

@@ -71,7 +71,14 @@ def record_steps(
 ) -> None:
     """Train ``config.align.steps`` steps and record them into ``trace``."""
     what = RECORDED + (ACTIVATIONS if config.align.record == "activations" else ())
-    what += ("microbatch_grads",) if run.contributions else ()
+    computes_itself = run.forward_modules is None or all(
+        any(one is other for other in run.modules) for one in run.forward_modules
+    )
+    if not computes_itself:
+        # Gradients arrive at the parameters of the copy, which are not the recorded ones.
+        what = tuple(name for name in what if name != "microbatch_grads")
+    if run.contributions and "microbatch_grads" not in what:
+        what += ("microbatch_grads",)
     data = build_data(config) if run.data is None else run.data
     optimizer = build_optimizer(config.optimizer, run.parameters)
     clip = float("inf") if config.optimizer.clip is None else config.optimizer.clip

@@ -1,4 +1,8 @@
-"""A run made from random contributions of ranks and micro-batches, right or with one thing broken."""
+"""A run made from random contributions of ranks and micro-batches, right or with one fault.
+
+Every rank has a gradient of its own for every micro-batch; the reference is their sum, with the
+loss and an AdamW step that follow from it. A test breaks how the parallel run puts them together.
+"""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ from paralign.align.verdict import Finding
 from tests.align.synthetic import write_trace
 
 MESH = {"dp": 2, "cp": 2}
+SHARDED = (Shard(0), Replicate())
 NAMES = ("layers.0.w", "layers.1.w")
 
 
@@ -24,7 +25,7 @@ def weights() -> dict[tuple[str, str], torch.Tensor]:
     }
 
 
-def explain(tmp_path: Path, change, placements=(Shard(0), Replicate())) -> list[Finding]:
+def explain(tmp_path: Path, change, placements=SHARDED) -> list[Finding]:
     """Compare with a run whose initial weights ``change(rank, entry, local)`` made."""
     what = ("loss", "params", "grads")
     write_trace(tmp_path / "ref", [weights()], what=what)
@@ -78,7 +79,7 @@ def test_another_scale_of_initialisation(tmp_path: Path) -> None:
 
 def test_one_ranks_old_weights(tmp_path: Path) -> None:
     findings = explain(tmp_path, lambda rank, entry, local: local * 0.99 if rank == 3 else local)
-    assert (findings[0].cause, findings[0].evidence["ranks"]) == ("single_rank", [3])
+    assert (findings[0].cause, findings[0].evidence["rank"]) == ("single_rank", 3)
 
 
 def test_weights_that_nothing_explains(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Data parallel by hand on two ranks, recorded; with one mistake each. Importable without pytest."""
+"""Data parallel by hand on two ranks, recorded, with one mistake each; needs no pytest."""
 
 from __future__ import annotations
 

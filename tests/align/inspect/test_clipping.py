@@ -36,6 +36,16 @@ def test_ranks_that_clip_by_different_norms(tmp_path):
     assert (finding.cause, finding.axes) == ("wrong_norm", ["dp"])
 
 
+def test_gradients_that_disagree_have_no_one_coefficient(tmp_path):
+    def change(rank, entry, local):
+        return 2 * local if rank >= 2 and entry.kind == Kind.GRAD else local
+
+    report = look(tmp_path, [clipped(0.25)], change=change)
+    assert {finding.component for finding in report.findings} == {"reduction"}
+    check = next(check for check in report.checks if check.name == "clipping")
+    assert "no one norm" in str(check.why_not)
+
+
 def test_stages_that_clip_by_their_own_norms(tmp_path):
     stage = {"embed.weight": 0, "layers.0.w": 1, "norm.weight": 1}
     write_trace(

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from torch.nn.modules import linear
+
 from paralign.align.report.case import (
     FAILED,
     PASSED,
@@ -60,3 +62,5 @@ def test_a_place_may_lack_its_file_or_be_unknown():
     where = {"module": "", "class": "Model", "file": None, "line": None}
     assert place_of(finding(where=where)) == "It belongs to the root, a Model."
     assert place_of(finding(where=None)) == ""
+    where = {"module": "wq", "class": "Linear", "file": linear.__file__, "line": 53}
+    assert place_of(finding(where=where)) == "It belongs to wq, a Linear."  # torch's own file

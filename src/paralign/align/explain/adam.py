@@ -10,7 +10,7 @@ Ref:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,14 +24,8 @@ from paralign.align.pair import Moment, Quantity
 from paralign.align.trace import Kind
 from paralign.layout import Box
 
+_STEP_COUNTS = range(1, 11)
 _COMMON_EPS = (1e-5, 1e-6, 1e-7, 1e-8, 1e-10, 1e-12, 1e-15, 0.0)
-
-
-def bias_factor(first: float, second: float, count: int) -> float:
-    """Return how much smaller the first update is if Adam has counted ``count`` steps at it."""
-    mean = (1 - first) / (1 - first**count)
-    square = (1 - second) / (1 - second**count)
-    return mean / math.sqrt(square)
 
 
 @dataclass(frozen=True)
@@ -61,8 +55,8 @@ class Direction:
 
 def direction_variants(
     context: Context, item: Compared, before: Quantity, options: Mapping[str, Any]
-) -> Iterator[tuple[str, str, Direction]]:
-    """Yield how the update could have been made, which option that concerns, and the update."""
+) -> Iterator[tuple[str, str, float, Direction]]:
+    """Yield how the update could have been made, the option and its value, and the update."""
     betas, eps, rate = options.get("betas"), options.get("eps"), options.get("lr")
     step, name = item.moment.step, item.row.name
     mean = context.parallel.quantity(Moment.of(step, Kind.MOMENT, "exp_avg"), name)
@@ -80,18 +74,26 @@ def direction_variants(
     ):
         return
     decay = float(options.get("weight_decay") or 0.0)
-    corrections = (1 - float(betas[0]) ** count, 1 - float(betas[1]) ** count)
+    corrections = _corrections(betas, count)
 
     def made(e: float, c: tuple[float, float], *, inside: bool = False) -> Direction:
         return Direction(mean, square, before, float(rate), decay, e, c[0], c[1], inside)
 
-    yield "with eps inside the root", "eps", made(float(eps), corrections, inside=True)
+    for steps in [n for n in _STEP_COUNTS if n != count]:
+        told = f"at step {steps} of its count, with the moments of step {count}"
+        yield told, "step", float(steps), made(float(eps), _corrections(betas, steps))
+    yield "with eps inside the root", "eps", float(eps), made(float(eps), corrections, inside=True)
     scaled = float(eps) / math.sqrt(corrections[1])
-    yield "with eps before the bias correction", "eps", made(scaled, corrections)
-    yield "without bias correction", "bias_correction", made(float(eps), (1.0, 1.0))
+    yield "with eps before the bias correction", "eps", scaled, made(scaled, corrections)
+    yield "without bias correction", "bias_correction", 0.0, made(float(eps), (1.0, 1.0))
     for other in _COMMON_EPS:
         if other != eps:
-            yield f"with eps={other:g} instead of {eps:g}", "eps", made(other, corrections)
+            told = f"with eps={other:g} instead of {eps:g}"
+            yield told, "eps", other, made(other, corrections)
+
+
+def _corrections(betas: Sequence[float], count: int) -> tuple[float, float]:
+    return 1 - float(betas[0]) ** count, 1 - float(betas[1]) ** count
 
 
 def _count(context: Context, item: Compared) -> int | None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from paralign.align.explain.adam import bias_factor, direction_variants
+from paralign.align.explain.adam import direction_variants
 from paralign.align.explain.context import Context
 from paralign.align.explain.factors import prove_factor
 from paralign.align.explain.gradients import group_proofs, told
@@ -45,8 +45,8 @@ from paralign.align.verdict import Finding
 DIFFERENT_CONFIG = "different_config"
 
 _KINDS = (Kind.MOMENT, UPDATE, Kind.PARAM_AFTER)
-_STEP_COUNTS = range(1, 65)
 _SAME = 1e-7
+_NO_OPTION = 1e-9
 
 
 def explain_optimizer(context: Context, step: int) -> list[Finding]:
@@ -236,14 +236,6 @@ def _read(fit: Fit, options: Mapping[str, Any], item: Compared) -> tuple[str, fl
             f"The update is that of weight_decay={value:g}, not {decay:g}: {name} {how}. Choose "
             "what is decayed by the parameter's own number of dims and name, not by its shard's.",
         )
-    steps = _step_count(fit, options, rate, decay)
-    if steps is not None:
-        return (
-            "step",
-            float(steps),
-            f"The update is Adam's at step {steps} of its count, with the moments of the first: a "
-            "step was taken or counted before. Start from a fresh optimizer, or restore its count.",
-        )
     value = _round(fit.a * rate) if rate else _round(fit.a)
     extra = ""
     if fit.b and rate:
@@ -257,29 +249,13 @@ def _read(fit: Fit, options: Mapping[str, Any], item: Compared) -> tuple[str, fl
     )
 
 
-def _step_count(
-    fit: Fit, options: Mapping[str, Any], rate: float | None, decay: float
-) -> int | None:
-    betas = options.get("betas")
-    if not isinstance(betas, list | tuple) or len(betas) != 2 or not rate:
-        return None
-    first, second = float(betas[0]), float(betas[1])
-    expected = (fit.a - 1.0) * rate * decay
-    if abs(fit.b - expected) > 1e-4 * max(abs(expected), 1e-12):
-        return None
-    for count in _STEP_COUNTS[1:]:
-        if abs(fit.a / bias_factor(first, second, count) - 1.0) <= 1e-4:
-            return count
-    return None
-
-
 def prove_other_formula(context: Context, item: Compared) -> Proof | None:
     """Return the proof that the update follows from the state by another formula of Adam."""
     before = _before(context, item)
     options = options_of(context, item.row.name)
     if before is None or limit_of(item) is None:
         return None
-    for told_as, option, variant in direction_variants(context, item, before, options):
+    for told_as, option, value, variant in direction_variants(context, item, before, options):
         left = left_in_all(item, variant, item.measured.total.base)
         if proves(item, left):
             return Proof(
@@ -287,7 +263,7 @@ def prove_other_formula(context: Context, item: Compared) -> Proof | None:
                 left,
                 component="optimizer",
                 key=(DIFFERENT_CONFIG, told_as),
-                detail={"option": option, "formula": told_as},
+                detail={"option": option, "value": value, "formula": told_as},
                 text=f"The update is what Adam gives {told_as}. Use the same formula and options "
                 "in both runs.",
             )
@@ -323,4 +299,4 @@ def _number(value: object) -> float | None:
 
 
 def _round(value: float) -> float:
-    return float(f"{value:.6g}")
+    return 0.0 if abs(value) < _NO_OPTION else float(f"{value:.6g}")

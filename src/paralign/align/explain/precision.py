@@ -14,28 +14,38 @@ from paralign.align.budget import EPS, UNCALIBRATED_EPS
 from paralign.align.explain.context import Context
 from paralign.align.explain.proof import Proof, parts_of, pieces_once
 from paralign.align.judge import Compared
+from paralign.align.pair import UPDATE
+from paralign.align.trace import Kind
 
 PRECISION = "precision"
 
-_NARROW = ("float32", "float16", "bfloat16")
-# Sums in a narrow dtype carry noise of about one eps; far below it the dtype is not to blame.
-_LEAST_NOISE = 0.02
+_NARROW = ("bfloat16", "float16", "float32")
+# Sums in a narrow dtype carry noise of about one eps; far from it the dtype is not to blame.
+_COMPONENTS = {
+    Kind.PARAM: "weights",
+    Kind.OUTPUT: "forward",
+    Kind.MOMENT: "optimizer",
+    UPDATE: "optimizer",
+    Kind.PARAM_AFTER: "optimizer",
+}
+_NOISY = ("bfloat16", "float32")
+_LEAST_NOISE, _MOST_NOISE = 0.02, 4.0
 
 
 def prove_precision(context: Context, item: Compared) -> Proof | None:
     """Return the proof that ``item`` was rounded to, or computed in, a narrower dtype."""
     before = item.measured.total.relative
-    for dtype in _NARROW:
-        eps = EPS[dtype]
-        if eps <= context.budget.eps * 1.5:
-            continue
-        limit = UNCALIBRATED_EPS[dtype].value * eps
-        if not before <= limit:
-            continue
-        rounded = _is_representable(item, dtype)
-        # Noise of that size proves nothing once something earlier is known to be wrong.
-        if rounded or (not context.upstream and _LEAST_NOISE * eps <= before):
-            return _proof(dtype, before / eps, rounded)
+    component = _COMPONENTS.get(item.moment.kind, "backward")
+    narrow = [dtype for dtype in _NARROW if EPS[dtype] > context.budget.eps * 1.5]
+    for dtype in narrow:
+        if before <= UNCALIBRATED_EPS[dtype].value * EPS[dtype] and _is_representable(item, dtype):
+            return _proof(dtype, before / EPS[dtype], True, component)
+    if item.moment.kind == Kind.PARAM:
+        return None  # nothing computes initial weights, so they carry no noise
+    for dtype in _NOISY:
+        noise = before / EPS[dtype]
+        if dtype in narrow and _LEAST_NOISE <= noise <= _MOST_NOISE:
+            return _proof(dtype, noise, False, component)
     return None
 
 
@@ -58,7 +68,7 @@ def _fits(values: Tensor, dtype: torch.dtype) -> bool:
     return torch.equal(values.to(dtype).to(torch.float64), values)
 
 
-def _proof(dtype: str, noise: float, rounded: bool) -> Proof:
+def _proof(dtype: str, noise: float, rounded: bool, component: str) -> Proof:
     how = (
         f"every element is one that {dtype} can represent"
         if rounded
@@ -72,4 +82,9 @@ def _proof(dtype: str, noise: float, rounded: bool) -> Proof:
         detail={"dtype": dtype, "eps_of_dtype": noise, "representable": rounded},
         text=f"{how[0].upper()}{how[1:]}: look for a cast, autocast or a reduction and "
         f"accumulation in {dtype}.",
+        # Noise of the right size is no proof by itself.
+        candidates=() if rounded else (f"{component}/{PRECISION}", f"{component}/unknown"),
+        separate_by=None
+        if rounded
+        else f"run again with every dtype set to float64: an error that {dtype} made is gone",
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from paralign.align.explain.context import Context
 from paralign.align.places import Remap
+from paralign.align.trace import Kind
 from paralign.align.verdict import Finding
 
 WRONG_LAYER = "wrong_layer"
@@ -13,10 +14,33 @@ PERMUTED_SHARDS = "permuted_shards"
 def explain_remaps(context: Context) -> list[Finding]:
     """Return one finding per layer and set of ranks that is not what it is called."""
     pairing = context.parallel.pairing
-    return [] if pairing is None else [_finding(context, remap) for remap in pairing.remaps]
+    if pairing is None:
+        return []
+    wrong = sorted({rank for remap in pairing.remaps for rank in remap.ranks})
+    told = context.mesh.coordinates_that_tell(wrong, range(context.mesh.world_size))
+    found: dict[tuple[object, ...], Finding] = {}
+    for remap in pairing.remaps:
+        finding = _finding(context, remap, ["pp"] if "pp" in told else [])
+        # Shards in another order concern many tensors alike; layers are told one by one.
+        is_order = finding.cause == PERMUTED_SHARDS
+        key = (is_order, *remap.ranks) if is_order else (remap.ranks, remap.name, remap.holds)
+        first = found.setdefault(key, finding)
+        if first is not finding:
+            first.evidence["tensors"] += finding.evidence["tensors"]
+    return list(found.values())
 
 
-def _finding(context: Context, remap: Remap) -> Finding:
+def _cutting_axes(context: Context, name: str) -> list[str]:
+    """Return the axes along which the ranks hold different parts of a parameter."""
+    holders: dict[object, int] = {}
+    for index in context.trace.ranks:
+        for entry in index.tensors:
+            if entry.kind == Kind.PARAM and entry.name == name:
+                holders.setdefault((entry.map, entry.flat), index.rank)
+    return context.mesh.named(context.mesh.axes_of(list(holders.values())))
+
+
+def _finding(context: Context, remap: Remap, axes: list[str]) -> Finding:
     is_order = remap.holds == remap.expected
     advice = (
         "Cut and place it by the rank's coordinate on the axis that shards it."
@@ -27,7 +51,8 @@ def _finding(context: Context, remap: Remap) -> Finding:
         else "Derive the layer's number from the stage alone: layers of the stages before it plus "
         "its own number. Ranks of one stage hold the same layers, whatever their other coordinates."
     )
-    axes = ["pp"] if not is_order and "pp" in context.mesh.sizes else []
+    if is_order:
+        axes = _cutting_axes(context, remap.tensors[0]) if remap.tensors else []
     return Finding(
         component="weights",
         cause=PERMUTED_SHARDS if is_order else WRONG_LAYER,

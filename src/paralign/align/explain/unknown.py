@@ -47,6 +47,7 @@ def unknown_finding(
             **evidence(worst, None),
             "tensors": len(items),
             "ranks": ranks,
+            **({} if rank is None else {"rank": rank}),
             "step": worst.row.step,
             "names": sorted({item.row.label for item in items})[:20],
         },

@@ -135,7 +135,9 @@ def prove_drawn_anew(context: Context, item: Compared) -> Proof | None:
     if any(not 1 / _MOST_SIZE_RATIO <= part.size / part.base <= _MOST_SIZE_RATIO for part in off):
         return None
     spread = spread_of(context, item) if item.measured.replicas_differ else None
-    axes = tuple(context.mesh.named(spread.axes)) if spread is not None else ()
+    everyone = sorted(rank for rank, part in item.measured.by_rank.items() if part.elements)
+    apart = context.mesh.coordinates_that_tell(item.row.ranks_off, everyone)
+    axes = tuple(context.mesh.named(apart or (spread.axes if spread is not None else ())))
     where = f"Replicas over {' x '.join(axes)} differ: e" if axes else "E"
     return Proof(
         RNG,

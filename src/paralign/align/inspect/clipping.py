@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 
+from paralign.align.inspect.replicas import copies_agree
 from paralign.align.inspect.report import Check
 from paralign.align.inspect.view import View
 from paralign.align.scalars import step_norms
@@ -19,11 +20,15 @@ def check_clipping(view: View) -> Check:
     check = Check("clipping")
     for step in view.steps:
         coefficients = _coefficients(view, step)
+        gradients = view.tensors(Kind.GRAD, step)
+        if coefficients and not all(copies_agree(view, held) for held in gradients.values()):
+            check.why_not = f"step {step}: replicas of gradients disagree, so there is no one norm"
+            continue
         check.looked_at += len(coefficients)
         check.findings += _judge(view, step, coefficients)
         if check.findings:
             break
-    if not check.looked_at:
+    if not check.looked_at and check.why_not is None:
         check.why_not = "clipping changed no gradient, or they were not recorded on both sides"
     return check
 
@@ -101,14 +106,15 @@ def _several(
     }
     split = None if within else view.split(classes)
     axes = list(split.axes) if split else []
-    shown = ", ".join(f"{value:.6g}" for value in sorted(set(coefficients.values()))[:4])
+    distinct = sorted({f"{value:.6g}" for value in coefficients.values()})
+    shown = ", ".join(distinct[:4]) + (", ..." if len(distinct) > 4 else "")
     return Finding(
         component="clipping",
         cause="wrong_norm",
         tensor=next(name for (_, name), value in coefficients.items() if value != base),
         axes=axes,
         evidence={"step": step, "by_rank": {str(rank): value for rank, value in by_rank.items()}},
-        fix=f"Gradients were clipped by different coefficients at step {step} ({shown}, ...). "
+        fix=f"Gradients were clipped by different coefficients at step {step} ({shown}). "
         + (
             f"Ranks of {', '.join(axes)} each used the norm of what they hold: add the squares up "
             f"over {', '.join(axes)} first, then clip all by the one norm."

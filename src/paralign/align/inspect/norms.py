@@ -13,7 +13,7 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from paralign.align.inspect.factors import explain_factor, simple_factor
-from paralign.align.inspect.replicas import replica_groups
+from paralign.align.inspect.replicas import copies_agree
 from paralign.align.inspect.report import Check
 from paralign.align.inspect.view import Held, View
 from paralign.align.trace import Kind
@@ -66,18 +66,9 @@ def _cannot_tell(view: View, step: int) -> str | None:
     for name, held in gradients.items():
         if any(piece.entry.file and view.fingerprint(piece).nonfinite for piece in held):
             return f"the gradient of {name} is not finite"
-        if not _copies_agree(view, held):
+        if not copies_agree(view, held):
             return f"replicas of the gradient of {name} disagree, so there is no one norm"
     return None
-
-
-def _copies_agree(view: View, held: Sequence[Held]) -> bool:
-    limit = view.scalar_tolerance("norm")
-    for copies in replica_groups(held):
-        norms = [view.fingerprint(piece).norm for piece in copies]
-        if not max(norms) - min(norms) <= limit * max(norms):
-            return False
-    return True
 
 
 def _judge(view: View, step: int, reported: Mapping[int, Sequence[float]]) -> Iterator[Finding]:

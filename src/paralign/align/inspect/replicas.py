@@ -119,6 +119,16 @@ def replica_groups(held: Iterable[Held]) -> list[list[Held]]:
     return [copies for copies in by_place.values() if len({piece.rank for piece in copies}) > 1]
 
 
+def copies_agree(view: View, held: Iterable[Held]) -> bool:
+    """Whether all copies of a tensor's pieces have the same norm, up to rounding."""
+    limit = view.scalar_tolerance("norm")
+    for copies in replica_groups(held):
+        norms = [view.fingerprint(piece).norm for piece in copies]
+        if not max(norms) - min(norms) <= limit * max(norms):
+            return False
+    return True
+
+
 def _disagreement(
     view: View,
     kind: str,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from paralign.align.verdict import ALIGNED, INCONCLUSIVE, MISALIGNED, Finding, Report
 
@@ -119,5 +120,7 @@ def place_of(finding: Finding) -> str:
     if not where.get("class"):
         return ""
     line = f":{where['line']}" if where.get("line") else ""
-    place = f" ({where['file']}{line})" if where.get("file") else ""
+    # Where torch defines its Linear helps nobody; the module's name is what there is to look for.
+    own = where.get("file") and "/site-packages/torch/" not in Path(where["file"]).as_posix()
+    place = f" ({where['file']}{line})" if own else ""
     return f"It belongs to {where.get('module') or 'the root'}, a {where['class']}{place}."

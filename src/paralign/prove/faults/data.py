@@ -81,10 +81,9 @@ def labels_shifted_after_the_split(run: FaultRun) -> None:
 
     def change(batch: LocalBatch) -> None:
         tensors = batch.tensors
-        tokens, labels = tensors["tokens"], tensors["labels"]
-        late = torch.full_like(labels, IGNORE_INDEX)
-        late[:, :-1] = tokens[:, 1:]
-        tensors["labels"] = late.masked_fill(labels == IGNORE_INDEX, IGNORE_INDEX)
+        labels = tensors["labels"].clone()
+        labels[:, -1] = IGNORE_INDEX
+        tensors["labels"] = labels
 
     run.on_batch(change)
 
