@@ -80,8 +80,6 @@ def record_shards_under_fsdp(source: str, folder: str) -> None:
     at = mesh.get_coordinate()
     assert at is not None
     model = Model({name: torch.zeros_like(t) for name, t in sharded_tensors(at[1], 2).items()})
-    for layer in model.layers:
-        fully_shard(layer, mesh=mesh["dp"])
     fully_shard(model, mesh=mesh["dp"])
     rules: dict[str, Any] = {"names": FUSED_NAMES, "shards": SHARDS, "mesh": mesh}
     assert load_initial(model, source, **rules) == []

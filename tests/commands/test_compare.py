@@ -6,6 +6,7 @@ import torch
 
 from paralign.cli import main
 from tests.align.foreign import write_ranks
+from tests.align.nets import build, train
 from tests.align.synthetic import toy_step, write_trace
 
 
@@ -50,3 +51,19 @@ def test_names_that_content_does_not_tell_are_given(tmp_path, capsys):
     assert "--rename gives 'y' two names: 'a' and 'b'" in told
     assert main([*command, "--rename", "z=a.weight"]) == 2
     assert "names['z'] matches no parameter" in capsys.readouterr().err
+
+
+def test_the_model_of_one_device_isolates_what_is_wrong(tmp_path, capsys):
+    broken = build()
+    broken.norm.register_forward_hook(lambda module, args, out: out * 1.5)
+    train(tmp_path / "ref", build())
+    train(tmp_path / "par", broken)
+    traces = [str(tmp_path / name) for name in ("ref", "par")]
+    report = tmp_path / "r.json"
+    asked = ["--model", "tests.align.nets:build", "--json", str(report)]
+    assert main(["compare", *traces, *asked]) == 1
+    first = json.loads(report.read_text())["located"]["isolated"][0]
+    assert (first["kind"], first["name"], first["class"]) == ("output", "norm", "LayerNorm")
+    capsys.readouterr()
+    assert main(["compare", *traces, "--model", "tests.align.nets:nothing"]) == 2
+    assert "has no 'nothing'" in capsys.readouterr().err

@@ -25,8 +25,8 @@ def test_findings_in_every_form(tmp_path, capsys):
     assert main(["inspect", str(tmp_path / "par"), *files]) == 1
     assert "1. reduction: missing_reduction over dp  norm.weight" in capsys.readouterr().out
     assert json.loads((tmp_path / "i.json").read_text())["findings"][0]["axes"] == ["dp"]
-    assert "Reduce them over dp" in (tmp_path / "i.junit").read_text()
-    assert "missing_reduction" in (tmp_path / "i.report").read_text()
+    assert "Reduce them over dp" in (tmp_path / "i.xml").read_text()
+    assert "missing_reduction" in (tmp_path / "i.html").read_text()
 
 
 def test_parameters_that_need_no_gradient(tmp_path, capsys):

@@ -7,7 +7,7 @@ import pytest
 from jsonschema import Draft202012Validator
 from referencing import Registry, Resource
 
-import paralign.align
+import paralign
 from paralign.errors import ConfigError
 from paralign.prove.drill import drill
 from tests.parity import make_config
@@ -83,7 +83,7 @@ def test_a_fault_that_ends_the_run_is_caught_by_its_error(report):
 def test_the_json_fits_its_schema(report):
     schemas = {
         path.name: json.loads(path.read_text())
-        for path in (Path(paralign.align.__file__).parent / "schema").glob("*.json")
+        for path in (Path(paralign.__file__).parent / "align" / "schema").glob("*.json")
     }
     registry = Registry().with_resources(
         (name, Resource.from_contents(schema)) for name, schema in schemas.items()

@@ -25,7 +25,7 @@ def test_a_fault_knows_its_name_and_its_first_line():
     one = declared(needs={"cp"}, axes={"cp"})
     assert pa.fault is fault
     assert (one.name, one.description) == ("something", "One thing is broken.")
-    assert (one.component, one.axes, one.cause) == ("data", {"cp"}, "label_shift")
+    assert (one.component, one.axes, one.cause) == ("data", frozenset({"cp"}), "label_shift")
 
 
 def test_every_wrong_word_is_named_with_the_nearest_one():

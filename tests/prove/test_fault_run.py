@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from torch import nn
@@ -21,7 +22,7 @@ def run():
         built.append(nn.Linear(2, 2))
         return built[-1]
 
-    mesh = SimpleNamespace(mesh_dim_names=("pp", "cp"), get_coordinate=lambda: [1, 0])
+    mesh: Any = SimpleNamespace(mesh_dim_names=("pp", "cp"), get_coordinate=lambda: [1, 0])
     return FaultRun(
         make_config(),
         mesh,

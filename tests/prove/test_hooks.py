@@ -6,7 +6,8 @@ from paralign.prove.hooks import Hooks
 
 
 def test_hooks_are_called_in_order_and_may_replace_the_batch():
-    hooks, seen = Hooks(), []
+    hooks = Hooks()
+    seen: list[object] = []
     hooks.on_batch.extend([lambda batch: [*batch, 1], lambda batch: batch.append(2)])
     hooks.after_backward.append(lambda: seen.append("backward"))
     hooks.before_step.append(seen.append)

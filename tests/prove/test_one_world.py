@@ -20,7 +20,8 @@ def runs(names, bad):
 
 
 def collect(bad, *, enough=10):
-    done, failed = [], {}
+    done: list[str] = []
+    failed: dict[str, Exception] = {}
 
     def finished(run):
         done.append(run.name)

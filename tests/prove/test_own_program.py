@@ -144,5 +144,5 @@ def test_what_a_step_may_return(returned, arguments):
 
 @pytest.mark.parametrize("returned", ["1.5", torch.zeros(2), (1.0, 2, 3), {"loss": 1.0}])
 def test_what_is_no_loss_is_refused(returned):
-    with pytest.raises(ConfigError, match="mine:build.*step returned"):
+    with pytest.raises(ConfigError, match=r"mine:build.*step returned"):
         _loss_of("mine:build", returned)

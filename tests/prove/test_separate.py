@@ -36,6 +36,7 @@ def config():
 
 def test_the_candidates_get_sizes_that_nothing_else_has(config):
     changed = separating_config(config, finding("constant_factor", (), *BOTH))
+    assert changed is not None
     mesh = changed.mesh
     assert mesh.dp_shard != mesh.cp
     assert {mesh.dp_shard, mesh.cp}.isdisjoint({1, changed.pipeline.num_microbatches})
@@ -47,6 +48,7 @@ def test_micro_batches_can_be_a_candidate_too(config):
     listed = ("reduction/constant_factor over cp", "backward/constant_factor: every rank")
     found = finding("constant_factor", (), *listed, separate_by="another num_microbatches or cp")
     changed = separating_config(config, found)
+    assert changed is not None
     sizes = {changed.mesh.cp, changed.pipeline.num_microbatches, changed.mesh.dp_shard}
     assert len(sizes) == 3
 
@@ -83,6 +85,7 @@ def test_the_second_run_decides(config):
     judged, told = separate(config, report(finding("constant_factor", (), *BOTH)), again)
     (first,) = judged.findings
     assert (first.axes, first.candidates, first.separate_by) == (["cp"], [], "run again")
+    assert told is not None
     assert told.startswith(describe_change(config, seen[0]))
     assert first.evidence["separated_by"] in first.fix
 
@@ -105,4 +108,5 @@ def test_a_second_run_that_says_something_else_decides_nothing(config, second):
     judged, told = separate(config, report(finding("constant_factor", (), *BOTH)), again)
     assert judged.findings[0].candidates == list(BOTH)
     assert judged.findings[0].axes == []
+    assert told is not None
     assert "did not" in told

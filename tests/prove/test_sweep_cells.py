@@ -34,6 +34,7 @@ def test_a_refused_cell_says_why_and_has_no_config():
     assert "seq_len=15" in refused.why
     ran = cells["pp2-GPipe"]
     assert ran.why == ""
+    assert ran.config is not None
     assert (ran.config.mesh.pp, ran.config.pipeline.schedule) == (2, "GPipe")
 
 
@@ -47,10 +48,13 @@ def test_what_fitted_only_the_configs_own_pipeline_is_left_open():
         },
     )
     cells = {cell.name: cell for cell in cells_of(config, 4)}
-    assert cells["pp2-cp2-Interleaved1F1B"].config.pipeline.layers_per_stage == (1, 1, 1, 1)
+    kept, other = cells["pp2-cp2-Interleaved1F1B"].config, cells["pp4-GPipe"].config
+    assert kept is not None
+    assert other is not None
+    assert kept.pipeline.layers_per_stage == (1, 1, 1, 1)
     assert cells["pp2-cp2-GPipe"].config is None  # four sizes do not fit its two stages
-    assert cells["pp4-GPipe"].config.pipeline.layers_per_stage is None
-    assert cells["pp4-GPipe"].config.pipeline.stages_per_rank is None
+    assert other.pipeline.layers_per_stage is None
+    assert other.pipeline.stages_per_rank is None
 
 
 def test_a_program_of_the_users_own_gets_no_schedules():

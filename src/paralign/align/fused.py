@@ -73,7 +73,14 @@ class Rows:
     """Where they belong: one span per interval of ``take``."""
 
 
-def rows_of_part(spans: Sequence[Span], size: int, part: FusedPart, name: str) -> Rows:
+def rows_of_part(
+    spans: Sequence[Span],
+    size: int,
+    part: FusedPart,
+    name: str,
+    *,
+    shard: Sequence[Span] | None = None,
+) -> Rows:
     """Return which rows of a local fused tensor belong to ``part``, and where.
 
     Args:
@@ -81,6 +88,7 @@ def rows_of_part(spans: Sequence[Span], size: int, part: FusedPart, name: str) -
         size: Global size of that dim.
         part: The part.
         name: Of the fused parameter, for messages.
+        shard: What the tp shard is of it, where FSDP has cut that once more.
 
     Raises:
         ConfigError: The rows cannot be divided into the parts.
@@ -90,7 +98,8 @@ def rows_of_part(spans: Sequence[Span], size: int, part: FusedPart, name: str) -
     if groups is None:
         # One contiguous shard per rank is one repetition. Without shards, or with rows that are
         # put back into the order of the whole tensor (strided shards), there is one in all.
-        held = spans[0].local[1] - spans[0].local[0] if len(spans) == 1 else size
+        shard = spans if shard is None else shard
+        held = shard[0].local[1] - shard[0].local[0] if len(shard) == 1 else size
         if size % held:
             raise ConfigError(
                 f"names[{name!r}]: this rank holds {held} of {size} rows, which is no even share, "

@@ -19,7 +19,7 @@ from paralign.align.fused import rows_of_part
 from paralign.align.names import NamedParameter
 from paralign.align.placements import RankAxes, is_dtensor
 from paralign.align.shard_rules import ShardRules
-from paralign.layout import Box, Interval, LocalMap, Span, boxes
+from paralign.layout import Box, Interval, LocalMap, Span, boxes, whole
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class LocalLayouts:
             return [HeldPiece(placed.local, (), (), copies)]
         if given := self.rules.given(named, tensor):
             piece = HeldPiece(tensor.detach(), given.shape, given.map, given.replicated_over)
-            return [self._fused(named, piece)]
+            return [self._fused(named, piece, given.map)]
         outer = self.rules.outer(named, self.axes)
         pieces = []
         for piece in self._inner(named, tensor, owned, gathered):
@@ -113,7 +113,8 @@ class LocalLayouts:
                 axis for axis in piece.replicated_over if outer is None or axis not in outer.axes
             )
             whole_piece = replace(piece, shape=shape, map=local_map, replicated_over=copies)
-            pieces.append(self._fused(named, whole_piece))
+            shard = whole(shape) if outer is None else outer.map
+            pieces.append(self._fused(named, whole_piece, shard))
         return pieces
 
     def _inner(
@@ -154,12 +155,14 @@ class LocalLayouts:
             placed = self.axes.place(tensor)
             yield HeldPiece(placed.local, placed.shape, placed.map, placed.replicated_over)
 
-    def _fused(self, named: NamedParameter, piece: HeldPiece) -> HeldPiece:
+    def _fused(self, named: NamedParameter, piece: HeldPiece, shard: LocalMap) -> HeldPiece:
         """Cut the named part out of a fused parameter."""
         if named.part is None:
             return piece
         dim = named.part.rule.dim % len(piece.shape)
-        rows = rows_of_part(piece.map[dim], piece.shape[dim], named.part, named.source)
+        rows = rows_of_part(
+            piece.map[dim], piece.shape[dim], named.part, named.source, shard=shard[dim]
+        )
         shape = (*piece.shape[:dim], rows.size, *piece.shape[dim + 1 :])
         local_map = (*piece.map[:dim], rows.spans, *piece.map[dim + 1 :])
         return replace(piece, shape=shape, map=local_map, dim=dim, take=rows.take)

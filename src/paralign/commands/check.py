@@ -9,6 +9,7 @@ import typer
 from paralign.commands.options import ConfigFile, Overrides, Verbose, parse_count
 from paralign.commands.terminal import print_result
 from paralign.config.load import load_config
+from paralign.errors import ConfigError
 from paralign.launch.torchrun import current_world
 
 
@@ -31,6 +32,11 @@ def check(
     if world is not None:
         world_size = parse_count("--world", world)
     run = load_config(config, overrides or (), world_size=world_size)
+    if run.program is not None:
+        raise ConfigError(
+            f"program={run.program!r}: check shows the plan of paralign's own parallel code, and "
+            "this one is yours. Use `paralign align` to judge it."
+        )
     from paralign.prove.check import describe_plan  # imports torch: only for a config that is sound
 
     print_result(describe_plan(run, verbose=verbose))

@@ -36,6 +36,8 @@ class Run:
 
     grads: Tensors
     micro: list[Tensors] = field(default_factory=list)
+    inputs: list[Tensors] = field(default_factory=list)
+    outputs: list[Tensors] = field(default_factory=list)
     loss: float = LOSS
     tokens: int = TOKENS
     norm: float | None = None
@@ -223,9 +225,20 @@ def write(
                     if kept(n)
                 ],
             )
+        for kind, batches in ((Kind.INPUT, run.inputs), (Kind.OUTPUT, run.outputs)):
+            for number, tensors in enumerate(batches):
+                more = {"micro_batch": number, "token_dims": (0, 1)}
+                writer.write(
+                    f"step0.{kind}{number}",
+                    [
+                        entry(kind, n, t, (), order=order, **more)
+                        for order, (n, t) in enumerate(tensors.items())
+                    ],
+                )
         writer.scalar(ScalarEntry("loss", 0, run.loss, run.tokens))
         if run.norm is not None:
             writer.scalar(ScalarEntry("norm", 0, run.norm))
         what = ["loss", "norm", "params", "grads", "optimizer"]
+        what += ["inputs"] * bool(run.inputs) + ["outputs"] * bool(run.outputs)
         known = {"compute_dtype": "float64", **(facts or {})}
         writer.finish(Facts("id", len(runs), [0], what, {}, known) if rank == 0 else None)

@@ -50,7 +50,7 @@ def test_zeros_where_values_are_due(scene: Scene, tmp_path: Path) -> None:
 
     (finding,) = scene.explain(tmp_path, changed(scene, "layers.0.w", lose))
     assert finding.cause == "missing_contribution"
-    assert finding.evidence["zero_elements"] == 6 * 16
+    assert finding.evidence["zero_elements"] == 2 * 8
 
 
 def test_a_gradient_that_never_came(scene: Scene, tmp_path: Path) -> None:

@@ -140,7 +140,8 @@ def test_a_real_run_on_ranks_is_clean(tmp_path, mesh):
     report = pa.inspect(tmp_path / "par")
     assert [finding.fix for finding in report.findings] == []
     looked = {check.name: check.looked_at for check in report.checks}
-    assert min(count for name, count in looked.items() if name != "clipping") > 0
+    blind = {name for name, count in looked.items() if count == 0}
+    assert blind <= {"clipping", "experts"}  # no experts here, and clipping may change nothing
 
 
 @pytest.mark.ranks

@@ -33,7 +33,7 @@ def unknown_finding(
             f"what rank {rank} does alone: its code path, its device, its input."
         )
     else:
-        rest = "" if alone else " The causes above do not explain them."
+        rest = "" if alone else " They may follow from the causes above: mend those first."
         fix = (
             f"{len(items)} {worst.moment.kind} tensors are off in a way that no known mistake "
             f"gives; the worst is {worst.row.label}.{rest} Record the outputs of modules as well "
