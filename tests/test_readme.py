@@ -9,6 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from paralign.align import compare
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
@@ -38,7 +41,7 @@ def test_ci_runs_the_readme_commands():
 
 @pytest.mark.ranks
 def test_the_python_example_trains(tmp_path):
-    (example,) = blocks("python")
+    example, _ = blocks("python")
     script = tmp_path / "example.py"
     script.write_text(example)
     run = subprocess.run(
@@ -49,3 +52,18 @@ def test_the_python_example_trains(tmp_path):
     assert len(losses) == 8
     assert len(set(losses)) == 1  # the same global loss on every rank
     assert abs(losses[0] - math.log(256)) < 0.2  # random bytes, untrained: log of the vocabulary
+
+
+def test_the_recording_example_records(tmp_path, monkeypatch):
+    _, example = blocks("python")
+    monkeypatch.chdir(tmp_path)
+    model = torch.nn.Linear(3, 1).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss = model(torch.ones(2, 3, dtype=torch.float64)).mean()
+    loss.backward()
+    run = {"model": model, "mesh": None, "optimizer": optimizer, "loss": loss, "num_tokens": 2}
+    exec(example, run)  # the README's own text
+    optimizer.step()  # ends the step, and with it the recording
+    report = compare(tmp_path / "trace" / "parallel", tmp_path / "trace" / "parallel")
+    assert report.verdict == "aligned"
+    assert report.loss is not None
