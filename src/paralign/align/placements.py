@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -54,6 +54,8 @@ class RankAxes:
         self.coordinates: dict[str, int] = {}
         self.groups: dict[str, list[int]] = {}
         self._meshes: dict[int, tuple[Any, list[str]]] = {}
+        # A layout is worked out once: a run places the same parameters in every step.
+        self._placed: dict[tuple[object, ...], Placed] = {}
         self.sizes: dict[str, int] = {}
         """Of axes given as (index, size), whose ranks the others have to tell."""
         if isinstance(mesh, Mapping):
@@ -80,6 +82,7 @@ class RankAxes:
         Raises:
             ConfigError: The ranks do not make up a full mesh.
         """
+        self._placed.clear()  # they name the axes that were known
         by_place: dict[tuple[int, ...], int] = {}
         problems = []
         for rank, at in sorted(coordinates.items()):
@@ -120,10 +123,14 @@ class RankAxes:
         dtensor: Any = tensor
         mesh, placements = dtensor.device_mesh, tuple(dtensor.placements)
         local = local_of(tensor)
-        names = self._add_mesh(mesh)
+        names = self._add_mesh(mesh)  # holds the mesh, so that no other one gets its id
+        key = (id(mesh), str(placements), tuple(tensor.shape), tuple(local.shape))
+        known = self._placed.get(key)
+        if known is not None:
+            return replace(known, local=local)
         partial_over, partial_op = _partial(names, placements)
-        return Placed(
-            local,
+        placed = Placed(
+            local.new_empty(0),
             tuple(tensor.shape),
             local_boxes(
                 tuple(tensor.shape),
@@ -136,6 +143,8 @@ class RankAxes:
             partial_over,
             partial_op,
         )
+        self._placed[key] = placed
+        return replace(placed, local=local)
 
     def _replicated_over(
         self, mesh: Any, names: Sequence[str], placements: Sequence[Any]

@@ -6,6 +6,7 @@ ends the world counts as caught by that error, and a fresh world goes on with th
 
 from __future__ import annotations
 
+import json
 import shutil
 import time
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from paralign import __version__
 from paralign.config.run import RunConfig
 from paralign.errors import ConfigError, ParalignError
 from paralign.launch import start_fork_server
@@ -24,6 +26,7 @@ from paralign.prove.separate import describe_change, separate
 from paralign.requirements import require_torch
 
 CLEAN = "clean"
+_CONFIG = "drill-config.json"
 
 
 def drill(
@@ -41,7 +44,8 @@ def drill(
         config: The run.
         faults: A file with faults of the user's own (``@pa.fault``), tried besides paralign's.
         only: Names or beginnings of names of the faults to try; empty: all.
-        trace: Folder to keep all traces in; None: each is deleted once it is judged.
+        trace: Folder to keep all traces in; None: each is deleted once it is judged. Runs that
+            were recorded there by a drill of the same config are judged again, not made again.
         timeout: Seconds without progress after which a run counts as hung.
         progress: Told what is going on.
 
@@ -115,13 +119,48 @@ class _Drill:
 
     def run(self, faults: Sequence[Fault]) -> tuple[Any, list[FaultOutcome]]:
         """Record the reference, the clean run and every fault; judge each as it is done."""
-        record_references(self._config, self._dtype, self._folder, self._timeout, self._say)
+        if not self._is_known():
+            for name in [CLEAN, *(fault.name for fault in faults)]:
+                shutil.rmtree(self._folder / name, ignore_errors=True)
+            record_references(self._config, self._dtype, self._folder, self._timeout, self._say)
+            if self._keep:
+                told = self._folder / f".{_CONFIG}"
+                told.write_text(self._described, encoding="utf-8")
+                told.replace(self._folder / _CONFIG)
         # One run is compared in this process while the ranks are at the next.
         with ThreadPoolExecutor(max_workers=1) as judge:
-            done = self._record([CLEAN, *(fault.name for fault in faults)], judge)
+            done = self._one_step(faults, judge) if self._config.align.steps > 1 else {}
+            left = [fault.name for fault in faults if fault.name not in done]
+            done |= self._record([CLEAN, *left], judge)
             clean, _ = done.pop(CLEAN).result()
             outcomes = [self._outcome(fault, done[fault.name]) for fault in faults]
         return clean, outcomes
+
+    def _one_step(self, faults: Sequence[Fault], judge: ThreadPoolExecutor) -> dict[str, Any]:
+        """Return the faults that show in the first step: later ones would say nothing new."""
+        names = [fault.name for fault in faults if "steps" not in fault.needs]
+        if not names:
+            return {}
+        align = self._config.align.model_copy(update={"steps": 1})
+        short = _Drill(
+            self._config.model_copy(update={"align": align}),
+            self._dtype,
+            self._folder,
+            self._file,
+            self._timeout,
+            self._say,
+            keep=self._keep,
+        )
+        found = short._record(names, judge)
+        shown = {
+            name: result
+            for name, result in found.items()
+            if not isinstance(result, Future) or result.result()[0].findings
+        }
+        for name in found.keys() - shown.keys():
+            if not self._is_recorded(name):  # all steps of it may be there from an earlier drill
+                shutil.rmtree(self._folder / name, ignore_errors=True)
+        return shown
 
     def _outcome(self, fault: Fault, found: Any) -> FaultOutcome:
         if not isinstance(found, Future):
@@ -151,10 +190,11 @@ class _Drill:
         from paralign.prove.drill_ranks import run_faults
 
         done: dict[str, Any] = {}
+        total = len(names)
 
         def finished(run: RunDone) -> bool:
             done[run.name] = judge.submit(self._judge, run.name)
-            self._say(f"{len(done)} of {len(names)} runs, {run.name}")
+            self._say(f"{len(done)} of {total} runs, {run.name}")
             return True
 
         def failed(name: str, error: ParalignError) -> None:
@@ -163,6 +203,12 @@ class _Drill:
             done[name] = error
             shutil.rmtree(self._folder / name, ignore_errors=True)
 
+        known = [name for name in names if self._is_recorded(name)]
+        for name in known:
+            finished(RunDone(name))
+        names = [name for name in names if name not in known]
+        if not names:
+            return done
         degrees = self._config.mesh.degrees
         self._say(f"{len(names)} runs on {degrees.world_size} ranks, {degrees}")
         run_many(
@@ -180,6 +226,28 @@ class _Drill:
             on_failed=failed,
         )
         return done
+
+    @property
+    def _described(self) -> str:
+        own = None if self._file is None else self._file.read_text(encoding="utf-8")
+        described = {
+            "version": __version__,
+            "config": self._config.model_dump(mode="json"),
+            "faults": own,
+        }
+        return json.dumps(described, indent=1)
+
+    def _is_known(self) -> bool:
+        """Whether the folder holds the references of this very config."""
+        told = self._folder / _CONFIG
+        return told.exists() and told.read_text(encoding="utf-8") == self._described
+
+    def _is_recorded(self, name: str) -> bool:
+        """Whether an earlier drill into this folder recorded enough steps of a run."""
+        facts = self._folder / name / "facts.json"  # written last
+        if not facts.exists():
+            return False
+        return len(json.loads(facts.read_text())["steps"]) >= self._config.align.steps
 
     def _judge(self, name: str) -> tuple[Any, bool]:
         """Return the report of a run, and whether it is the clean run to the last bit."""

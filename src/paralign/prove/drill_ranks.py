@@ -44,6 +44,9 @@ def run_faults(
     known = {fault.name: fault for fault in all_faults(file)}
     mesh = build_mesh(config.mesh.degrees, config.device)
     data = build_data(config)
+    # What is imported stays: collecting it after every run would take as long as a step.
+    gc.collect()
+    gc.freeze()
     for name in names:
         _run_one(config, precision, mesh, data, known.get(name), folder / name)
         # Programs hold reference cycles with hooks; their memory is due back before the next.

@@ -31,10 +31,11 @@ from paralign.align.explain.weights_of import read_weights
 from paralign.align.judge import Compared
 from paralign.align.pair import Piece, Side, Term
 from paralign.align.trace import Kind
-from paralign.layout import Box, LocalMap, boxes
+from paralign.layout import Box, boxes, local_shape
 
 _SAMPLE = 2048
 _MOST_CONTRIBUTIONS = 512
+_INDEPENDENT = 1e-9
 
 
 @dataclass(frozen=True)
@@ -74,12 +75,16 @@ def _known_recipe(
     context: Context, item: Compared, contributions: Sequence[Contribution]
 ) -> Recipe | None:
     """Return the recipe of another tensor if it fits: a small one does not determine its own."""
-    labels = tuple(contribution.label for contribution in contributions)
+    by_label = {contribution.label: contribution for contribution in contributions}
     limit = limit_of(item) or 0.0
-    members = [[column] for column in range(len(labels))]
-    for recipe in context.recipes if labels else []:
-        if recipe.labels != labels:
+    for recipe in context.recipes if by_label else []:
+        if not set(recipe.labels) <= by_label.keys():
             continue
+        # What the recipe leaves out added nothing to the tensor that taught it.
+        if any(_adds(one) for label, one in by_label.items() if label not in recipe.labels):
+            continue
+        contributions = [by_label[label] for label in recipe.labels]
+        members = [[column] for column in range(len(contributions))]
         worst = 0.0
         for pieces in item.side.replicas.values():
             first = pieces[0]
@@ -121,63 +126,89 @@ def _contributions(side: Side, item: Compared) -> list[Contribution]:
     return found
 
 
+def _adds(contribution: Contribution) -> bool:
+    """Whether it is not zero, as that of a micro-batch without a valid token is."""
+    return any(bool(contribution.piece.read(box).any()) for box in parts_of(contribution.piece))
+
+
 def _recipe_of(item: Compared, contributions: Sequence[Contribution]) -> Recipe | None:
-    """Solve for the weights on one distinct part after the other, and join them."""
+    """Solve for the weights: the right ones on all parts at once, then on each what was made.
+
+    On a single part two contributions may be multiples of each other; what it does not determine
+    is taken as right.
+    """
+    contributions = [c for c in contributions if _adds(c)]
     if not 1 < len(contributions) <= _MOST_CONTRIBUTIONS:
         return None
-    made: dict[int, tuple[float, ...]] = {}
-    right: tuple[float, ...] | None = None
-    labels = tuple(contribution.label for contribution in contributions)
-    worst = 0.0
-    for held, pieces in item.side.replicas.items():
-        solved = _solve(item, held, pieces, contributions)
-        if solved is None:
-            return None
-        base_weights, per_rank, left = solved
-        worst = max(worst, left)
-        made |= per_rank
-        if right is not None and not _alike(right, base_weights):
-            return None
-        right = base_weights
-    return None if right is None else Recipe(labels, right, made, worst)
-
-
-def _solve(
-    item: Compared,
-    held: LocalMap,
-    pieces: Sequence[Held],
-    contributions: Sequence[Contribution],
-) -> tuple[tuple[float, ...], dict[int, tuple[float, ...]], float] | None:
-    sample = [box for part in parts_of(pieces[0]) for box in part.split(_SAMPLE)][:4]
-    if not sample:
+    parts = [
+        _Part(pieces, _sample(pieces[0], contributions))
+        for pieces in item.side.replicas.values()
+        if local_shape(pieces[0].map) and 0 not in local_shape(pieces[0].map)
+    ]
+    if not parts:
         return None
-    columns = torch.stack(
-        [torch.cat([c.fetch(box).reshape(-1) for box in sample]) for c in contributions], dim=1
-    )
-    columns, members = _distinct(columns)
+    columns, members = _distinct(torch.cat([part.columns for part in parts]))
     if columns.shape[0] < columns.shape[1]:
         return None
-    norm = float(torch.linalg.vector_norm(columns))
-    if not norm > 0.0 or torch.linalg.matrix_rank(columns, rtol=1e-9) < columns.shape[1]:
+    if torch.linalg.matrix_rank(columns, rtol=_INDEPENDENT) < columns.shape[1]:
         return None
     limit = limit_of(item) or 0.0
-
-    def weights(target: Tensor) -> list[float]:
-        solution = torch.linalg.lstsq(columns, target[:, None]).solution[:, 0]
-        # What a low-precision run cannot resolve is no weight: whole numbers are meant.
-        return [_nearby(float(w), max(limit, 1e-9)) for w in solution]
-
+    target = torch.cat([_values(item.base, part.pieces[0]) for part in parts])
+    right = _least_squares(columns, target, limit)
+    made: dict[int, tuple[float, ...]] = {}
     worst = 0.0
-    base_weights = weights(torch.cat([item.base.fetch(box).reshape(-1) for box in sample]))
-    worst = max(worst, _error(pieces[0], item.base, base_weights, members, contributions, limit))
-    per_rank: dict[int, tuple[float, ...]] = {}
-    for piece in pieces:
-        found = weights(torch.cat([piece.read(box).reshape(-1) for box in sample]))
-        worst = max(worst, _error(piece, None, found, members, contributions, limit))
-        per_rank[piece.rank] = _spread(found, members, len(contributions))
+    for part in parts:
+        own = part.columns[:, [group[0] for group in members]]
+        here = _error(part.pieces[0], item.base, right, members, contributions, limit)
+        worst = max(worst, here)
+        for piece in part.pieces:
+            if not worst <= limit:
+                return None
+            found = _least_squares(own, _values(piece, piece), limit, near=right)
+            worst = max(worst, _error(piece, None, found, members, contributions, limit))
+            made[piece.rank] = _spread(found, members, len(contributions))
     if not worst <= limit:
         return None
-    return _spread(base_weights, members, len(contributions)), per_rank, worst
+    labels = tuple(contribution.label for contribution in contributions)
+    return Recipe(labels, _spread(right, members, len(contributions)), made, worst)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A distinct part of a tensor: its copies, and a sample of what each contribution adds."""
+
+    pieces: Sequence[Piece]
+    columns: Tensor
+
+
+def _sampled(piece: Held) -> list[Box]:
+    return [box for part in parts_of(piece) for box in part.split(_SAMPLE)][:4]
+
+
+def _sample(piece: Held, contributions: Sequence[Contribution]) -> Tensor:
+    boxes_ = _sampled(piece)
+    return torch.stack(
+        [torch.cat([c.fetch(box).reshape(-1) for box in boxes_]) for c in contributions], dim=1
+    )
+
+
+def _values(source: Readable | Held, piece: Held) -> Tensor:
+    """Return the sample of ``piece``'s part in another tensor, or in itself."""
+    read = source.fetch if hasattr(source, "fetch") else source.read
+    return torch.cat([read(box).reshape(-1) for box in _sampled(piece)])
+
+
+def _least_squares(
+    columns: Tensor, target: Tensor, limit: float, *, near: Sequence[float] | None = None
+) -> list[float]:
+    """Return the weights of the columns; of several sets of them the one next to ``near``."""
+    base = torch.zeros(columns.shape[1], dtype=torch.float64)
+    if near is not None:
+        base = torch.tensor(near, dtype=torch.float64)
+    rest = (target - columns @ base)[:, None]
+    step = torch.linalg.lstsq(columns, rest, rcond=_INDEPENDENT, driver="gelsd").solution[:, 0]
+    # What a low-precision run cannot resolve is no weight: whole numbers are meant.
+    return [_nearby(float(w), max(limit, 1e-9)) for w in base + step]
 
 
 def _distinct(columns: Tensor) -> tuple[Tensor, list[list[int]]]:
@@ -239,7 +270,3 @@ def _nearby(weight: float, tolerance: float) -> float:
     """Return the whole number that ``weight`` is to within ``tolerance``, else itself."""
     whole = float(round(weight))
     return whole if abs(weight - whole) <= 10 * tolerance else weight
-
-
-def _alike(a: Sequence[float], b: Sequence[float]) -> bool:
-    return all(abs(x - y) <= 1e-6 * max(abs(x), abs(y), 1e-6) for x, y in zip(a, b, strict=True))

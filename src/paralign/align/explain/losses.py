@@ -94,11 +94,38 @@ def explain_loss(context: Context, step: int) -> list[Finding]:
             "the sum of token losses by the number of valid tokens in the global batch."
         )
         return [finding]
+    padded = _over_all_tokens(context, step, row)
+    if padded is not None:
+        return [padded]
     if factor is not None:
         return [_scaled(context, row, factor)]
     finding = _finding(row, "loss", UNKNOWN, None)
     finding.fix += " The gradients below tell which part of the model the difference comes from."
     return [finding]
+
+
+def _over_all_tokens(context: Context, step: int, row: TensorRow) -> Finding | None:
+    """Return the finding that the sum over valid tokens was divided by all of them, if it was."""
+    tokens = context.scalar("tokens", step)
+    run = context.reference.reader.facts.run
+    rows, length = run.get("global_batch"), run.get("seq_len")
+    if tokens is None or tokens.worst_values is None or row.scale is None:
+        return None
+    if not isinstance(rows, int) or not isinstance(length, int) or row.budget_eps is None:
+        return None
+    valid, everything = tokens.worst_values[0], rows * length
+    if not 0 < valid < everything:
+        return None
+    factor = Fraction(int(valid), everything)
+    left = abs(row.scale / float(factor) - 1) * _per_eps(row)
+    if not left <= max(row.budget_eps, 1.0):
+        return None
+    finding = _finding(row, "loss", TOKEN_WEIGHTING, factor)
+    finding.fix += (
+        f" It is divided by all {everything} tokens, {everything - int(valid)} masked ones too: "
+        f"divide by the {int(valid)} valid ones."
+    )
+    return finding
 
 
 def _reported(

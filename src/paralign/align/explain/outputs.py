@@ -18,12 +18,14 @@ import torch
 from paralign.align.explain.candidates import Candidate
 from paralign.align.explain.context import Context
 from paralign.align.explain.forward import prove_output, stage_axes
+from paralign.align.explain.precision import PRECISION
 from paralign.align.explain.proof import Proof, evidence, finding_of, pieces_once
 from paralign.align.explain.replicas import (
     MISSING_REDUCTION,
     prove_missing_reduction,
     spread_of,
 )
+from paralign.align.explain.single import on_one_rank, single_finding
 from paralign.align.inspect.feed import role_of
 from paralign.align.judge import Compared
 from paralign.align.trace import Kind
@@ -58,8 +60,15 @@ def explain_outputs(context: Context, step: int) -> list[Finding]:
             proof.text = proof.text.replace("sum the gradient over", "sum the output over").replace(
                 " before the optimizer uses it", ""
             )
-        return [_finding(context, item, proof)]
+        return [_alone(context, item, proof) or _finding(context, item, proof)]
     return []
+
+
+def _alone(context: Context, item: Compared, proof: Proof | None) -> Finding | None:
+    """Report one rank that is off by itself, where no proof says more than how far it is off."""
+    if proof is None or proof.cause != PRECISION or not on_one_rank(context, [(item, proof)]):
+        return None
+    return single_finding(context, [(item, proof)], "forward")
 
 
 def _is_made_up_for(item: Compared, wrong: set[str]) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from paralign.align.verdict import Finding
 
+_SCALED = ("constant_factor", "token_weighting")
 _FACTORS = ("constant_factor", "double_reduction")
 
 
@@ -18,7 +19,7 @@ def one_factor(losses: Sequence[Finding], gradients: Sequence[Finding]) -> list[
         return None
     loss, gradient = losses[0], gradients[0]
     same = loss.evidence.get("factor") == gradient.evidence.get("factor")
-    if loss.cause != "constant_factor" or gradient.cause not in _FACTORS or not same:
+    if loss.cause not in _SCALED or gradient.cause not in _FACTORS or not same:
         return None
     loss.evidence["gradients"] = gradient.evidence.get("tensors")
     loss.fix += f" {gradient.evidence.get('tensors')} gradients have the same factor."

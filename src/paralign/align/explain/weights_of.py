@@ -67,9 +67,11 @@ def _left_out(
     times = kept.pop()
     everyone = {label.rank for label in recipe.labels}
     numbers = {label.micro_batch for label in recipe.labels}
+    known = set(recipe.labels)
     whole_ranks = {
-        rank: {r for r in everyone if all(Label(r, m) in lost for m in numbers)}
+        rank: {r for r in everyone if all(Label(r, m) in lost | unknown for m in numbers)}
         for rank, lost in gone.items()
+        for unknown in [{Label(r, m) for r in everyone for m in numbers} - known]
     }
     if all(
         lost
@@ -88,6 +90,9 @@ def _groups(
 ) -> Proof:
     """Whole ranks are missing: the reduction went over another group."""
     used = {rank: tuple(sorted(everyone - away)) for rank, away in lost.items()}
+    always = set.intersection(*lost.values())
+    if always and all(away == always for away in lost.values()):
+        return _never_arrive(context, everyone, always, times)
     right_axes = context.mesh.axes_of(sorted(everyone))
     for axes in [(), *context.mesh.subsets()]:
         if all(
@@ -106,6 +111,24 @@ def _groups(
         detail={"groups": [list(group) for group in shown]},
         text=f"It holds the contributions of the groups {[list(g) for g in shown]}, which are no "
         f"group of the mesh; all of {sorted(everyone)} belong in. Build the group from the mesh.",
+    )
+
+
+def _never_arrive(context: Context, everyone: set[int], away: set[int], times: float) -> Proof:
+    """The same ranks' contributions are missing everywhere, also on these ranks themselves."""
+    axes = tuple(
+        context.mesh.named(context.mesh.coordinates_that_tell(sorted(away), sorted(everyone)))
+    )
+    told = ", ".join(map(str, sorted(away)))
+    return Proof(
+        MISSING_CONTRIBUTION,
+        math.nan,
+        axes,
+        component="reduction",
+        key=(MISSING_CONTRIBUTION, axes, tuple(sorted(away)), round(times, 6)),
+        detail={"ranks": sorted(away), "times": times},
+        text=f"What rank {told} computed is in nobody's sum: it was not ready, or cleared, when it "
+        "was reduced. Reduce after the last backward, and wait for it.",
     )
 
 
