@@ -23,11 +23,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("page", type=Path)
     parser.add_argument("--only", action="append", default=[], help="beginnings of fault names")
+    parser.add_argument("--trace", type=Path, help="keep the runs here, and go on from those there")
     arguments = parser.parse_args()
     reports = {}
     for path in sorted(EXAMPLES.glob("*.yaml")):
         name = f"examples/drill/{path.name}"
-        reports[name] = drill(load_config(path), only=arguments.only, progress=print)
+        trace = None if arguments.trace is None else arguments.trace / path.stem
+        reports[name] = drill(load_config(path), only=arguments.only, trace=trace, progress=print)
+        print(name, reports[name].summary)
     write_atomically(arguments.page, render_page(reports))
 
 

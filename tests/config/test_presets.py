@@ -16,10 +16,10 @@ def test_preset_is_the_example_of_the_same_name(name):
     assert load_config(EXAMPLES / f"{name}.yaml") == PRESETS[name]()
 
 
-@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.yaml")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted(EXAMPLES.rglob("*.yaml")), ids=lambda path: path.stem)
 def test_every_example_breaks_no_rule(path, monkeypatch):
     monkeypatch.chdir(EXAMPLES.parent)  # where the README tells to start
-    assert load_config(path).mesh.degrees.world_size == 8
+    assert load_config(path).mesh.degrees.world_size > 1
 
 
 def test_unknown_preset_suggests_the_nearest():

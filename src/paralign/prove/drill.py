@@ -7,10 +7,12 @@ ends the world counts as caught by that error, and a fresh world goes on with th
 from __future__ import annotations
 
 import json
+import multiprocessing
+import os
 import shutil
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ from paralign.requirements import require_torch
 
 CLEAN = "clean"
 _CONFIG = "drill-config.json"
+_MOST_JUDGES = 4
 
 
 def drill(
@@ -127,8 +130,7 @@ class _Drill:
                 told = self._folder / f".{_CONFIG}"
                 told.write_text(self._described, encoding="utf-8")
                 told.replace(self._folder / _CONFIG)
-        # One run is compared in this process while the ranks are at the next.
-        with ThreadPoolExecutor(max_workers=1) as judge:
+        with _judges() as judge:
             done = self._one_step(faults, judge) if self._config.align.steps > 1 else {}
             left = [fault.name for fault in faults if fault.name not in done]
             done |= self._record([CLEAN, *left], judge)
@@ -136,7 +138,7 @@ class _Drill:
             outcomes = [self._outcome(fault, done[fault.name]) for fault in faults]
         return clean, outcomes
 
-    def _one_step(self, faults: Sequence[Fault], judge: ThreadPoolExecutor) -> dict[str, Any]:
+    def _one_step(self, faults: Sequence[Fault], judge: ProcessPoolExecutor) -> dict[str, Any]:
         """Return the faults that show in the first step: later ones would say nothing new."""
         names = [fault.name for fault in faults if "steps" not in fault.needs]
         if not names:
@@ -179,13 +181,13 @@ class _Drill:
             again = _Drill(
                 changed, self._dtype, folder, self._file, self._timeout, self._say, keep=True
             )
-            with ThreadPoolExecutor(max_workers=1) as judge:
+            with _judges() as judge:
                 found = again._record([fault.name], judge)[fault.name]
                 if isinstance(found, ParalignError):
                     raise found
                 return found.result()[0]
 
-    def _record(self, names: list[str], judge: ThreadPoolExecutor) -> dict[str, Any]:
+    def _record(self, names: list[str], judge: ProcessPoolExecutor) -> dict[str, Any]:
         """Run all names; return the future verdict, or the error that ended the run."""
         from paralign.prove.drill_ranks import run_faults
 
@@ -193,7 +195,7 @@ class _Drill:
         total = len(names)
 
         def finished(run: RunDone) -> bool:
-            done[run.name] = judge.submit(self._judge, run.name)
+            done[run.name] = judge.submit(_judge, self._folder, run.name, keep=self._keep)
             self._say(f"{len(done)} of {total} runs, {run.name}")
             return True
 
@@ -249,17 +251,24 @@ class _Drill:
             return False
         return len(json.loads(facts.read_text())["steps"]) >= self._config.align.steps
 
-    def _judge(self, name: str) -> tuple[Any, bool]:
-        """Return the report of a run, and whether it is the clean run to the last bit."""
-        from paralign.align import compare
-        from paralign.prove.same_trace import same_numbers
 
-        folder, truth = self._folder / name, self._folder / "truth"
-        report = compare(
-            self._folder / "reference", folder, truth=truth if truth.exists() else None
-        )
-        clean = self._folder / CLEAN
-        same = name != CLEAN and clean.exists() and same_numbers(clean, folder)
-        if not self._keep and name != CLEAN:
-            shutil.rmtree(folder)
-        return report, same
+def _judge(folder: Path, name: str, *, keep: bool) -> tuple[Any, bool]:
+    """Return the report of a run, and whether it is the clean run to the last bit."""
+    import torch
+
+    from paralign.align import compare
+    from paralign.prove.same_trace import same_numbers
+
+    torch.set_num_threads(1)  # several of these run beside the ranks
+    run, truth, clean = folder / name, folder / "truth", folder / CLEAN
+    report = compare(folder / "reference", run, truth=truth if truth.exists() else None)
+    same = name != CLEAN and not report.findings and clean.exists() and same_numbers(clean, run)
+    if not keep and name != CLEAN:
+        shutil.rmtree(run)
+    return report, same
+
+
+def _judges() -> ProcessPoolExecutor:
+    """Return processes that compare runs while the ranks are at the next."""
+    count = max(1, min(_MOST_JUDGES, os.cpu_count() or 1))
+    return ProcessPoolExecutor(count, mp_context=multiprocessing.get_context("forkserver"))
