@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from paralign.align.verdict import Finding
 from paralign.commands.drill_page import render_page
 from paralign.commands.files import write_atomically
 from paralign.config.load import load_config
@@ -30,8 +31,15 @@ def main() -> None:
         name = f"examples/drill/{path.name}"
         trace = None if arguments.trace is None else arguments.trace / path.stem
         reports[name] = drill(load_config(path), only=arguments.only, trace=trace, progress=print)
-        print(name, reports[name].summary)
-    write_atomically(arguments.page, render_page(reports))
+        for outcome in reports[name].outcomes:
+            if outcome.word != "right":
+                print(outcome.word, outcome.fault.name, *map(_told, outcome.findings[:2]))
+        print(name, reports[name].clean.verdict, reports[name].summary)
+        write_atomically(arguments.page, render_page(reports))
+
+
+def _told(finding: Finding) -> str:
+    return f"| {finding.component}/{finding.cause} {finding.axes} {finding.tensor}: {finding.fix}"
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from jsonschema import Draft202012Validator
 from referencing import Registry, Resource
 
 import paralign
+from paralign.config.load import load_config
 from paralign.errors import ConfigError
 from paralign.prove.drill import drill
 from tests.parity import make_config
@@ -100,3 +101,37 @@ def test_a_name_that_no_fault_has_is_refused(config):
 def test_a_config_that_no_fault_fits_is_refused(config):
     with pytest.raises(ConfigError, match="lacks pp"):
         drill(config, only=["each_stage_clips"])
+
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "drill"
+
+
+def test_faults_on_an_example_are_caught_and_right(tmp_path):
+    names = [
+        "same_rows_on_every_replica",
+        "mean_over_each_dp_shard_ranks_own_tokens",
+        "norm_of_the_own_shards",
+    ]
+    config = load_config(EXAMPLES / "replicas_shards.yaml", ["align.steps=1"])
+    first = drill(config, only=names, trace=tmp_path)
+    assert first.clean.verdict == "aligned", first.clean.why
+    assert {o.fault.name: o.word for o in first.outcomes} == dict.fromkeys(names, "right")
+
+    # What was recorded is judged again, not made again.
+    said: list[str] = []
+    again = drill(config, only=names, trace=tmp_path, progress=said.append)
+    assert again.summary == first.summary
+    assert not any("runs on 6 ranks" in text for text in said)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_fault_on_the_examples(path):
+    """As ``python -m bench.drill`` does for docs/drill.md."""
+    report = drill(load_config(path))
+    numbers = report.summary
+    assert report.clean.verdict == "aligned", report.clean.why
+    assert not [o.fault.name for o in report.outcomes if o.error is not None]
+    assert numbers["caught"] == numbers["active"] > 30
+    assert numbers["component_and_axes"] >= 0.95 * numbers["active"]
+    assert numbers["cause"] >= 0.85 * numbers["active"]

@@ -18,6 +18,7 @@ from paralign.align.budget import Budget
 from paralign.align.judge import Compared
 from paralign.align.measure import Measured, measure, relative_distance
 from paralign.align.pair import Moment, Quantity
+from paralign.align.rows import tensor_row
 from paralign.align.tensor_entry import Kind
 from paralign.align.token_map import (
     Held,
@@ -31,7 +32,7 @@ from paralign.align.token_map import (
     told_inputs,
 )
 from paralign.align.trace_reader import TraceReader
-from paralign.align.verdict import EXACT, ORDINARY, ZERO_IN_THEORY, TensorRow
+from paralign.align.verdict import EXACT, ORDINARY, ZERO_IN_THEORY
 
 PAIRED_BY = "content"
 """Tokens are found by their content, so everything that they place is."""
@@ -262,31 +263,8 @@ class ActivationJudge:
         tolerance: float | None,
         category: str,
     ) -> Compared:
-        total = measured.total
-        relative = total.relative
-        row = TensorRow(
-            kind=moment.kind,
-            name=name,
-            step=moment.step,
-            rel_l2=relative,
-            eps=relative / self.budget.eps,
-            budget_eps=None if tolerance is None else tolerance / self.budget.eps,
-            cosine=total.cosine,
-            scale=total.scale,
-            worst_index=total.worst_index,
-            ok=tolerance is None or relative <= tolerance,
-            paired_by=PAIRED_BY,
-            category=category,
-            worst_values=total.worst_values,
-            share_beyond=total.beyond / total.elements if total.elements else 0.0,
-        )
-        if not row.ok and tolerance is not None:
-            limit = tolerance * total.base
-            row.ranks_off = [
-                rank
-                for rank, part in sorted(measured.by_rank.items())
-                if part.nonfinite or not part.error <= limit
-            ]
+        row = tensor_row(moment, name, measured, category, tolerance, self.budget.eps)
+        row.paired_by = PAIRED_BY
         return Compared(moment, row, side, base, measured, tolerance)
 
     def _excuse(self, step: int, items: Sequence[Compared]) -> None:

@@ -208,7 +208,7 @@ class Report:
             "facts": self.facts,
             "located": self.located,
         }
-        plain: dict[str, Any] = _plain(content)
+        plain: dict[str, Any] = plain_json(content)
         return plain
 
     def to_json(self) -> str:
@@ -216,11 +216,12 @@ class Report:
         return json.dumps(self.to_dict(), indent=1, allow_nan=False)
 
 
-def _plain(value: Any) -> Any:
+def plain_json(value: Any) -> Any:
+    """Return ``value`` with the names of the numbers that JSON lacks, and tuples as lists."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
+        return {key: plain_json(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [plain_json(item) for item in value]
     return value

@@ -47,7 +47,10 @@ def drill(
     html: HtmlFile = None,
     trace: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Keep what every run recorded; a drill that was cut short goes on from there."),
+        typer.Option(
+            metavar="DIR",
+            help="Keep what every run recorded; a drill that was cut short goes on from there.",
+        ),
     ] = None,
     timeout: Annotated[
         str, typer.Option(metavar="S", help="Seconds without progress after which a run has hung.")

@@ -70,6 +70,7 @@ TRAITS: Mapping[str, Callable[[RunConfig], bool]] = {
     "adamw": lambda config: config.optimizer.name == "adamw",
     "gathered_kv": lambda config: config.context.ulysses_degree == 1,
     "ulysses": lambda config: config.context.ulysses_degree != 1,
+    "untied": lambda config: config.model.hyper_parameters.get("tie_embeddings") is not True,
     "tied": lambda config: config.model.hyper_parameters.get("tie_embeddings") is True,
     "virtual_stages": lambda config: (config.pipeline.stages_per_rank or 1) > 1,
 }

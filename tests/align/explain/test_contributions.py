@@ -59,6 +59,13 @@ def test_the_last_micro_batch_added_after_the_reduction(scene: Scene, tmp_path: 
     assert finding.evidence["micro_batches"] == [2]
 
 
+def test_what_one_rank_computed_is_in_nobodys_sum(scene: Scene, tmp_path: Path) -> None:
+    finding = explain(scene, tmp_path, lambda _: parts(scene, lambda rank, n: float(rank < 3)))
+    assert (finding.component, finding.cause) == ("reduction", "missing_contribution")
+    assert finding.axes == ["dp"]
+    assert finding.evidence["ranks"] == [3, 4, 5]
+
+
 @pytest.mark.parametrize(
     ("weight", "axes"),
     [

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.align.explain.scene import LOSS, TOKENS, Scene
+from tests.align.explain.scene import LOSS, TOKENS, Scene, scaled
 
 
 @pytest.fixture
@@ -65,3 +65,17 @@ def test_an_unknown_loss_says_so(scene: Scene, tmp_path: Path) -> None:
 
     (finding,) = scene.explain(tmp_path, change)
     assert (finding.component, finding.cause) == ("loss", "unknown")
+
+
+def test_a_loss_divided_by_masked_tokens_as_well(scene: Scene, tmp_path: Path) -> None:
+    rows, length = 1, TOKENS + 11  # more places than valid tokens
+    factor = TOKENS / (rows * length)
+
+    def change(rank, run):
+        changed = scene.rank(scaled(scene.right(), factor))
+        changed.loss = LOSS * factor
+        return changed
+
+    facts = {"num_microbatches": 1, "global_batch": rows, "seq_len": length}
+    (finding,) = scene.explain(tmp_path, change, facts=facts)
+    assert (finding.component, finding.cause, finding.axes) == ("loss", "token_weighting", [])

@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from paralign.align.explain.candidates import Candidate
 from paralign.align.explain.context import Context
 from paralign.align.explain.factors import named_factor
 from paralign.align.explain.options import options_of
@@ -104,7 +105,14 @@ def _everywhere(
             f"Gradients were scaled by {factor} besides clipping to {limit:g}: the coefficient was "
             f"applied twice, the limit is another, or something scales them after clipping."
         )
-        return _finding(applied, CONSTANT_FACTOR, (), right, value, text)
+        finding = _finding(applied, CONSTANT_FACTOR, (), right, value, text)
+        # What the optimizer used was recorded, not what clipping left.
+        finding.candidates = [
+            str(Candidate("clipping", CONSTANT_FACTOR, (), "the coefficient")),
+            str(Candidate("optimizer", CONSTANT_FACTOR, (), "unscaled after clipping")),
+        ]
+        finding.separate_by = "run again without clipping: a factor that stays is not clipping's"
+        return finding
     used = limit / value - NORM_EPS
     text = (
         f"Gradients were scaled by {value:.9g} where clipping to {limit:g} scales by {right:.9g}: "

@@ -73,6 +73,11 @@ class Context:
                 owners.setdefault(str(owner.get("module")), owner)
         return owners
 
+    @cached_property
+    def tied(self) -> set[str]:
+        """Names of parameters that have other names too: one parameter in several places."""
+        return {e.name for index in self.trace.ranks for e in index.tensors if e.aliases}
+
     @property
     def upstream(self) -> bool:
         """Whether something earlier is wrong already, so that later numbers may only follow."""

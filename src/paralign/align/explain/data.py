@@ -101,9 +101,11 @@ def _fed(context: Context, step: int) -> Fed | None:
     inputs = {key: given for key, given in step_inputs(trace, step).items() if "tokens" in given}
     if table is None or not inputs:
         return None
-    # Told positions are left out: they are judged against where the tokens really are.
+    # Told positions are left out: they are judged against where the tokens really are. Told
+    # samples only decide between rows that are equal here: in their padding, for example.
+    samples = step_samples(trace, step)
     held = {
-        key: find_tokens({"tokens": given["tokens"]}, table, trace.ranks[key[0]])
+        key: find_tokens({"tokens": given["tokens"]}, table, trace.ranks[key[0]], samples.get(key))
         for key, given in inputs.items()
     }
     return Fed(table, inputs, held)

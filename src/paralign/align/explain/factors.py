@@ -109,7 +109,12 @@ def factor_of(proof: Proof) -> Fraction | None:
 
 
 def name_source(
-    context: Context, proof: Proof, *, everywhere: bool, recipe: Recipe | None = None
+    context: Context,
+    proof: Proof,
+    *,
+    everywhere: bool,
+    recipe: Recipe | None = None,
+    tied: bool = False,
 ) -> None:
     """Complete the proof with the axes that the factor could come from.
 
@@ -120,13 +125,18 @@ def name_source(
             Where only some have it, their own reduction is the first suspect.
         recipe: How a tensor was put together from its contributions, where they were recorded.
             Contributions that add up to the reference are right, so the reduction is not.
+        tied: One parameter on several stages: nothing else is reduced over pp.
     """
     factor = factor_of(proof)
     sources = [] if factor is None else sources_of(factor, context.sizes)
     sources = [source for source in sources if context.mesh.is_named or "world" not in source]
     whole = factor is not None and abs(factor) > 1 and factor.denominator == 1
     right_before = None if recipe is None else _are_right(recipe)
-    reducing = [source for source in sources if axes_in(source) == source]
+    reducing = [
+        source
+        for source in sources
+        if axes_in(source) == source and (everywhere or tied or "pp" not in source)
+    ]
     listed: list[Candidate] = []
     if right_before is not False:
         # A reduction done twice has no reason to spare other tensors.

@@ -117,8 +117,9 @@ def _findings(
     if proof.cause == CONSTANT_FACTOR and "factor" in proof.detail:
         everywhere = len(proven) == num_gated and "ranks" not in proof.detail
         recipe = find_recipe(context, proven[0][0])
+        tied = any(item.row.name in context.tied for item, _ in proven)
         for _, each in proven:
-            name_source(context, each, everywhere=everywhere, recipe=recipe)
+            name_source(context, each, everywhere=everywhere, recipe=recipe, tied=tied)
     if on_one_rank(context, proven):
         return [single_finding(context, proven, "backward")]
     component = "reduction" if proof.cause in _REDUCING else "backward"

@@ -107,7 +107,7 @@ def explain_loss(context: Context, step: int) -> list[Finding]:
 def _over_all_tokens(context: Context, step: int, row: TensorRow) -> Finding | None:
     """Return the finding that the sum over valid tokens was divided by all of them, if it was."""
     tokens = context.scalar("tokens", step)
-    run = context.reference.reader.facts.run
+    run = {**context.trace.facts.run, **context.reference.reader.facts.run}
     rows, length = run.get("global_batch"), run.get("seq_len")
     if tokens is None or tokens.worst_values is None or row.scale is None:
         return None

@@ -8,18 +8,20 @@ its proof does not rest on anything before it.
 
 from __future__ import annotations
 
+from paralign.align.explain.candidates import Candidate
 from paralign.align.explain.clip import explain_clipping
 from paralign.align.explain.context import Context
 from paralign.align.explain.data import explain_data
 from paralign.align.explain.gradients import explain_gradients
 from paralign.align.explain.inputs import explain_inputs
 from paralign.align.explain.losses import explain_loss, explain_tokens
-from paralign.align.explain.norms import explain_norm
+from paralign.align.explain.norms import WRONG_NORM, explain_norm
 from paralign.align.explain.optimizer import explain_optimizer
 from paralign.align.explain.outputs import explain_outputs
 from paralign.align.explain.remaps import WRONG_LAYER, explain_remaps
 from paralign.align.explain.replicas import MISSING_REDUCTION
 from paralign.align.explain.shared import one_factor
+from paralign.align.explain.stale import STALE
 from paralign.align.explain.weights import explain_weights
 from paralign.align.trace import Kind
 from paralign.align.verdict import Finding
@@ -46,15 +48,52 @@ def explain(context: Context) -> list[Finding]:
         context.found += explain_tokens(context, step)
         context.found += explain_outputs(context, step)
         context.found += _loss_and_gradients(context, step)
-        context.found += explain_norm(context, step)
-        context.found += explain_clipping(context, step)
+        norms = explain_norm(context, step)
+        context.found += norms
+        clipping = explain_clipping(context, step)
+        context.found += clipping
+        _join_norms(context, norms, clipping)
         context.found += explain_optimizer(context, step)
         if len(context.found) > begin:
+            if step > min(context.steps):
+                _carried_over(context.found[begin:], step)
             break  # later steps follow from this one
     found = context.found[len(context.facts) :]
     for finding in found:
         _locate(context, finding)
     return found
+
+
+def _join_norms(context: Context, norms: list[Finding], clipping: list[Finding]) -> None:
+    """Leave out a wrong norm of unknown making where clipping shows between which ranks it is."""
+    placed = any(finding.cause == WRONG_NORM and finding.axes for finding in clipping)
+    for finding in norms:
+        if placed and finding.cause == WRONG_NORM and not finding.axes:
+            context.found.remove(finding)
+
+
+def _carried_over(findings: list[Finding], step: int) -> None:
+    """Say of what nothing explains that the step before left something else behind.
+
+    All of that step was right, up to the parameters after it, so the code that computes is; what
+    is new is what was carried over. It is deduced, not shown on the numbers.
+    """
+    for finding in findings:
+        computed = finding.component in ("forward", "backward", "optimizer")
+        if computed and finding.cause == "unknown":
+            finding.candidates = [
+                str(Candidate("state", STALE, tuple(finding.axes))),
+                str(Candidate(finding.component, "unknown", tuple(finding.axes))),
+            ]
+            finding.component, finding.cause = "state", STALE
+            finding.evidence["proof"] = f"all of step {step - 1} was right"
+            finding.separate_by = f"record the parameters and optimizer state before step {step}"
+            finding.fix = (
+                f"Everything up to the parameters after step {step - 1} is right, and step {step} "
+                f"is not, first {finding.tensor}: between the steps something put other values in "
+                "place, or did not clear what it should (gradients, gathered or offloaded copies, "
+                "moments)."
+            )
 
 
 def _loss_and_gradients(context: Context, step: int) -> list[Finding]:

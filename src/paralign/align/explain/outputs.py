@@ -179,6 +179,7 @@ def _finding(context: Context, item: Compared, proof: Proof | None) -> Finding:
         component="forward",
         cause=UNKNOWN,
         tensor=row.name,
+        axes=list(context.mesh.named(stage_axes(context, item))),
         evidence={**evidence(item, None), "ranks": row.ranks_off, "step": row.step},
         fix=f"The output of {row.name} is the first that is off; all before it are right, and the "
         "ranks agree with each other. Compare what this module does with its inputs. (With "

@@ -42,6 +42,8 @@ def prove_precision(context: Context, item: Compared) -> Proof | None:
             return _proof(dtype, before / EPS[dtype], True, component)
     if item.moment.kind == Kind.PARAM:
         return None  # nothing computes initial weights, so they carry no noise
+    if item.moment.step > min(context.steps) and item.moment.kind != Kind.MOMENT:
+        return None  # the step before was right, and a narrow dtype would have shown in it
     for dtype in _NOISY:
         noise = before / EPS[dtype]
         if dtype in narrow and _LEAST_NOISE <= noise <= _MOST_NOISE:

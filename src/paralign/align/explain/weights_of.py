@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Mapping
 
 from paralign.align.explain.candidates import Candidate
-from paralign.align.explain.context import Context, Label, Recipe
+from paralign.align.explain.context import NUM_MICROBATCHES, Context, Label, Recipe
 from paralign.align.explain.proof import Proof
 from paralign.align.judge import Compared
 
@@ -194,8 +194,11 @@ def _by_tokens(
             if len(set(map(_rounded, parts.values()))) < 2:
                 continue
             # t_i = T / (N w_i) are the token counts; they add up to T if this is what was done.
-            share = sum(1.0 / weight for weight in parts.values()) / len(parts)
-            if abs(share - 1.0) <= _SAME:
+            # Parts without a token add nothing and are not seen here, but N may count them.
+            count = context.mesh.degree(axes)
+            count *= context.sizes.get(NUM_MICROBATCHES, 1) if by_number else 1
+            share = sum(1.0 / weight for weight in parts.values())
+            if any(abs(share / number - 1.0) <= _SAME for number in {len(parts), count}):
                 return _mean_of_means(context, axes, by_number, parts)
     return None
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from paralign.align.verdict import Finding
+from paralign.align.verdict import Finding, plain_json
 
 SCHEMA = 1
 
@@ -62,7 +61,7 @@ class InspectReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as JSON values; numbers that JSON lacks become their names."""
-        plain: dict[str, Any] = _plain(
+        plain: dict[str, Any] = plain_json(
             {
                 "schema": SCHEMA,
                 "verdict": self.verdict,
@@ -82,13 +81,3 @@ class InspectReport:
     def to_json(self) -> str:
         """Return the report as a JSON text."""
         return json.dumps(self.to_dict(), indent=1, allow_nan=False)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return value

@@ -118,6 +118,7 @@ def replicas_are_reduced_twice(run: FaultRun) -> None:
 def _reduce_ends_by_hand(run: FaultRun, reduce: Callable[[Tensor, FaultRun], None]) -> None:
     """Leave embedding, norm and head out of every FSDP unit; ``reduce`` sums their gradients.
 
+    Needs ends that are not tied: whole, the two copies would start from different weights.
     They are plain parameters then, replicated over all data axes, as in the reports that this
     family is drawn from.
     """
@@ -173,20 +174,30 @@ def _without(axis: str) -> tuple[str, ...]:
     return tuple(other for other in DATA_AXES if other != axis)
 
 
-@fault(needs={"cp"}, component="reduction", axes={"cp"}, cause="missing_reduction")
+@fault(
+    needs={"cp", "untied"},
+    component="reduction",
+    axes={"cp"},
+    cause="missing_reduction",
+)
 def ends_are_not_summed_over_cp(run: FaultRun) -> None:
     """Embedding, last norm and head are reduced over dp and not over cp."""
     _reduce_ends_by_hand(run, lambda grad, run: _sum_over(grad, run, _without("cp")))
 
 
-@fault(needs={"dp_shard"}, component="reduction", axes={"dp_shard"}, cause="missing_reduction")
+@fault(
+    needs={"dp_shard", "untied"},
+    component="reduction",
+    axes={"dp_shard"},
+    cause="missing_reduction",
+)
 def ends_are_not_summed_over_dp_shard(run: FaultRun) -> None:
     """Embedding, last norm and head are not reduced over dp_shard."""
     _reduce_ends_by_hand(run, lambda grad, run: _sum_over(grad, run, _without("dp_shard")))
 
 
 @fault(
-    needs={"dp_shard", "cp"},
+    needs={"dp_shard", "cp", "untied"},
     component="reduction",
     axes={"dp_shard", "cp"},
     cause="missing_reduction",
@@ -196,7 +207,12 @@ def ends_are_outside_every_unit(run: FaultRun) -> None:
     _reduce_ends_by_hand(run, lambda grad, run: _sum_over(grad, run, ("dp_replicate",)))
 
 
-@fault(needs={"cp"}, component="reduction", axes={"cp"}, cause="constant_factor")
+@fault(
+    needs={"cp", "untied"},
+    component="reduction",
+    axes={"cp"},
+    cause="constant_factor",
+)
 def ends_are_averaged_over_cp(run: FaultRun) -> None:
     """Plain parameters are averaged over cp where sharded ones are summed."""
 
@@ -208,7 +224,10 @@ def ends_are_averaged_over_cp(run: FaultRun) -> None:
 
 
 @fault(
-    needs={"dp_replicate"}, component="reduction", axes={"dp_replicate"}, cause="constant_factor"
+    needs={"dp_replicate", "untied"},
+    component="reduction",
+    axes={"dp_replicate"},
+    cause="constant_factor",
 )
 def ends_are_averaged_over_replicas(run: FaultRun) -> None:
     """Plain parameters are averaged over dp_replicate where sharded ones are summed."""
@@ -220,13 +239,23 @@ def ends_are_averaged_over_replicas(run: FaultRun) -> None:
     _reduce_ends_by_hand(run, reduce)
 
 
-@fault(needs={"cp"}, component="reduction", axes={"cp"}, cause="double_reduction")
+@fault(
+    needs={"cp", "untied"},
+    component="reduction",
+    axes={"cp"},
+    cause="double_reduction",
+)
 def ends_are_summed_over_cp_twice(run: FaultRun) -> None:
     """The core sums gradients over cp already, and the loop does it once more for the ends."""
     _reduce_ends_by_hand(run, lambda grad, run: _sum_over(grad, run, (*DATA_AXES, "cp")))
 
 
-@fault(needs={"dp_shard", "cp"}, component="reduction", axes={"cp"}, cause="wrong_group")
+@fault(
+    needs={"dp_shard", "cp", "untied"},
+    component="reduction",
+    axes={"cp"},
+    cause="wrong_group",
+)
 def ends_use_the_dp_group_for_cp(run: FaultRun) -> None:
     """The sum over cp is handed the dp_shard group, which has summed already."""
     twice = ("dp_replicate", "dp_shard", "dp_shard")
@@ -234,7 +263,7 @@ def ends_use_the_dp_group_for_cp(run: FaultRun) -> None:
 
 
 @fault(
-    needs={"dp_replicate", "dp_shard"},
+    needs={"dp_replicate", "dp_shard", "untied"},
     component="reduction",
     axes={"dp_replicate"},
     cause="wrong_group",
@@ -245,7 +274,12 @@ def ends_use_the_shard_group_for_replicas(run: FaultRun) -> None:
     _reduce_ends_by_hand(run, lambda grad, run: _sum_over(grad, run, twice))
 
 
-@fault(needs={"dp_shard"}, component="reduction", axes={"dp_shard"}, cause="missing_contribution")
+@fault(
+    needs={"dp_shard", "untied"},
+    component="reduction",
+    axes={"dp_shard"},
+    cause="missing_contribution",
+)
 def the_last_dp_rank_adds_nothing(run: FaultRun) -> None:
     """The last dp_shard rank's bucket with the ends is not ready when it is reduced."""
 
