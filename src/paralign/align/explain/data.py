@@ -189,8 +189,10 @@ def _other_samples(context: Context, fed: Fed, step: int) -> Finding | None:
 
 
 def _same_samples(context: Context, fed: Fed, step: int) -> Finding | None:
-    """Ranks along dp hold the same samples."""
+    """Ranks along dp hold the same samples, in the place of others."""
     samples = fed.by_rank(fed.samples)
+    if set().union(*map(_flat, samples.values())) >= set(range(fed.table.shape[0])):
+        return None  # nothing is left out: along ep, say, all ranks may work on the same rows
     for axis in [axis for axis in context.mesh.live if axis not in _SAME_SAMPLES]:
         if any(_flat(samples[a]) & _flat(samples[b]) for a, b in _pairs(context, samples, axis)):
             return _finding(
