@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -40,8 +41,8 @@ def log(
     folder: Path,
     model: nn.Module,
     *args: Tensor,
-    told: dict[str, object] | None = None,
-    **kwargs: Tensor,
+    told: dict[str, Any] | None = None,
+    **kwargs: Any,
 ) -> dict[str, TensorEntry]:
     """Record one step and return what was noted of its inputs."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -56,7 +57,7 @@ def log(
 
 def test_inputs_are_seen_under_the_names_that_models_give_them(tmp_path: Path) -> None:
     assert list(log(tmp_path, Arguments(), TOKENS)) == ["tokens"]
-    given = {"targets": TOKENS, "positions": torch.arange(6), "mask": TOKENS}
+    given: dict[str, Any] = {"targets": TOKENS, "positions": torch.arange(6), "mask": TOKENS}
     found = log(tmp_path, Arguments(), TOKENS, **given)
     assert list(found) == ["labels", "positions", "tokens"]
     assert {entry.shape for entry in found.values()} == {(4, 6)}
@@ -112,7 +113,8 @@ class Handing(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.part(self.embed(tokens))
-        return x.mul_(2.0)
+        doubled: Tensor = x.mul_(2.0)
+        return doubled
 
 
 def test_a_tensor_that_is_handed_on_is_stored_once_and_before_it_is_changed(tmp_path: Path) -> None:
@@ -148,7 +150,8 @@ class Routed(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embed(tokens)
         chosen = tokens > 6
-        return x.masked_scatter(chosen[..., None], self.expert(x[chosen]))
+        whole: Tensor = x.masked_scatter(chosen[..., None], self.expert(x[chosen]))
+        return whole
 
 
 def test_what_a_router_has_chosen_is_counted_only(tmp_path: Path) -> None:

@@ -202,7 +202,9 @@ def pipeline(folder: str, fault: bool) -> None:
     optimizer = torch.optim.AdamW(half.parameters(), lr=1e-2)
     mesh = {"pp": dist.group.WORLD}
     if fault and rank == 1:
-        half.blocks["1"].down.register_forward_hook(lambda module, args, out: out * 1.001)
+        half.get_submodule("blocks.1.down").register_forward_hook(
+            lambda module, args, out: out * 1.001
+        )
     with record(folder, half, mesh=mesh, optimizer=optimizer, what=ALL) as rec:
         for tokens, labels in batches(1):
             losses: list[Tensor] = []

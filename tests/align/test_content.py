@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -182,12 +183,8 @@ def test_hashes_do_not_depend_on_how_much_is_read_at_once(shape: list[int], part
         for length in range(1, stack.length(way) + 1)
     ]
     expected = lines.line_hashes(stack, reader(tensor), wanted)
-    before = lines.PART_ELEMENTS
-    try:
-        lines.PART_ELEMENTS = part
+    with patch.object(lines, "PART_ELEMENTS", part):
         found = lines.line_hashes(stack, reader(tensor), wanted)
-    finally:
-        lines.PART_ELEMENTS = before
     assert all(torch.equal(found[key], expected[key]) for key in wanted)
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ def scale_output(name: str, factor: float) -> Net:
     return model
 
 
-def isolated(tmp_path: Path, model: nn.Module | None = None, **options: object) -> list[str]:
+def isolated(tmp_path: Path, model: nn.Module | None = None, **options: Any) -> list[str]:
     train(tmp_path / "ref", build())
     train(tmp_path / "par", model or build(), **options)
     report = compare(tmp_path / "ref", tmp_path / "par", model=build)
@@ -64,7 +65,9 @@ def test_one_wrong_module_does_not_paint_what_follows(tmp_path: Path) -> None:
 
 def test_a_wrong_gradient_inside_a_module(tmp_path: Path) -> None:
     model = build()
-    model.blocks[1].up.register_forward_hook(lambda module, args, out: Backwards.apply(out))
+    model.get_submodule("blocks.1.up").register_forward_hook(
+        lambda module, args, out: Backwards.apply(out)
+    )
     found = isolated(tmp_path, model)
     # What came out of it is right; what goes back through it is not.
     assert found[0].startswith("output_grad")

@@ -20,7 +20,7 @@ def batch() -> Tensors:
     return {"tokens": text[:, :-1].clone(), "labels": text[:, 1:].clone(), "positions": positions}
 
 
-def share(at: tuple[int, int]) -> Tensors:
+def share(at: tuple[int, ...]) -> Tensors:
     """Return the rows and the slice of a rank at ``(dp, cp)``."""
     rows = slice(2 * at[0], 2 * at[0] + 2)
     columns = slice(4 * at[1], 4 * at[1] + 4)

@@ -108,7 +108,6 @@ def test_stages_that_clip_by_different_norms(tmp_path: Path) -> None:
 
     right = scene.rank()
     clipped(right, whole)
-    scene.rank_of_reference = right
     (finding,) = scene.explain(
         tmp_path, change, pp_stage=stages.__getitem__, facts=facts, reference={"facts": facts}
     )

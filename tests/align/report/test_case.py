@@ -59,7 +59,7 @@ def test_several_findings_are_told_one_after_another():
 
 
 def test_a_place_may_lack_its_file_or_be_unknown():
-    where = {"module": "", "class": "Model", "file": None, "line": None}
+    where: dict[str, object] = {"module": "", "class": "Model", "file": None, "line": None}
     assert place_of(finding(where=where)) == "It belongs to the root, a Model."
     assert place_of(finding(where=None)) == ""
     where = {"module": "wq", "class": "Linear", "file": linear.__file__, "line": 53}
