@@ -74,9 +74,10 @@ def test_whole_sequences_where_slices_are_due_are_refused(judge):
 
 def test_layers_remapped_by_rank_over_dp_size_are_caught(judge):
     report = judge("layers_remapped_by_rank_over_dp_size")
-    assert report.verdict != "aligned"
-    wrong = out_of_budget(report, "param")
-    assert {name.split(".")[1] for name in wrong} == {"0", "1", "2", "3"}
+    assert report.verdict == "misaligned"
+    found = [finding for finding in report.findings if finding.cause == "wrong_layer"]
+    assert found and found == report.findings[: len(found)]  # nothing else comes first
+    assert {finding.component for finding in found} == {"weights"}
 
 
 def test_a_mean_of_micro_batch_means_is_caught(judge):
