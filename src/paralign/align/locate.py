@@ -288,9 +288,9 @@ def _with(output: Any, tensors: Mapping[str, Tensor], place: str = "") -> Any:
     if isinstance(output, Tensor):
         return tensors.get(place, output)
     if isinstance(output, Mapping):
-        changed = copy.copy(output)
+        changed: Any = copy.copy(output)
         for key, value in output.items():
-            changed[key] = _with(value, tensors, f"{place}[{key}]")  # type: ignore[index]
+            changed[key] = _with(value, tensors, f"{place}[{key}]")
         return changed
     if isinstance(output, list | tuple):
         items = list(_items(output, tensors, place))

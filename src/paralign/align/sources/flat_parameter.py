@@ -53,12 +53,12 @@ class FlatUnits:
 
     def within(self, module: Any) -> FlatUnits:
         """Return the units around what is inside ``module``, which may be one itself."""
-        handle = getattr(module, "_handle", None)
+        handle: Any = getattr(module, "_handle", None)
         flat = getattr(handle, "flat_param", None)
         if flat is None:
             return self
         split = bool(getattr(handle, "uses_sharded_strategy", False))
-        ranks = _group_ranks(handle.process_group) if split else ()  # type: ignore[union-attr]
+        ranks = _group_ranks(handle.process_group) if split else ()
         originals = {
             id(original): _part(flat, index, ranks, alone=True)
             for index, original in enumerate(getattr(flat, "_params", None) or ())

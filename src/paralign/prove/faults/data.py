@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -27,12 +29,12 @@ def _rows_from_neighbour(run: FaultRun, axis: str) -> None:
     run.on_batch(change)
 
 
-def _from_first(tensor: Tensor, group: object) -> Tensor:
+def _from_first(tensor: Tensor, group: Any) -> Tensor:
     """Return what the first rank of ``group`` holds."""
     import torch.distributed as dist
 
     copy = tensor.clone()
-    dist.broadcast(copy, group=group, group_src=0)  # type: ignore[arg-type]  # a ProcessGroup
+    dist.broadcast(copy, group=group, group_src=0)
     return copy
 
 
