@@ -75,8 +75,8 @@ def _join_norms(context: Context, norms: list[Finding], clipping: list[Finding])
 def _carried_over(findings: list[Finding], step: int) -> None:
     """Say of what nothing explains that the step before left something else behind.
 
-    All of that step was right, up to the parameters after it, so the code that computes is; what
-    is new is what was carried over. It is deduced, not shown on the numbers.
+    All of that step was right, up to the parameters after it, so what was carried over is suspect.
+    No corrected tensor shows it, so it is a candidate and the cause stays unknown.
     """
     for finding in findings:
         computed = finding.component in ("forward", "backward", "optimizer")
@@ -85,14 +85,11 @@ def _carried_over(findings: list[Finding], step: int) -> None:
                 str(Candidate("state", STALE, tuple(finding.axes))),
                 str(Candidate(finding.component, "unknown", tuple(finding.axes))),
             ]
-            finding.component, finding.cause = "state", STALE
-            finding.evidence["proof"] = f"all of step {step - 1} was right"
             finding.separate_by = f"record the parameters and optimizer state before step {step}"
             finding.fix = (
                 f"Everything up to the parameters after step {step - 1} is right, and step {step} "
-                f"is not, first {finding.tensor}: between the steps something put other values in "
-                "place, or did not clear what it should (gradients, gathered or offloaded copies, "
-                "moments)."
+                f"is not, first {finding.tensor}. Look at what is kept between steps: values put "
+                "in place, or not cleared (gradients, gathered or offloaded copies, moments)."
             )
 
 

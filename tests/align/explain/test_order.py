@@ -1,0 +1,34 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from paralign.align.trace import Kind
+from tests.align.judging import judge
+from tests.align.synthetic import toy_step, with_kind
+
+NAME = "layers.0.w"
+
+
+def off(seed: int) -> dict[tuple[str, str], torch.Tensor]:
+    """Return the toy step with a gradient that is off in no way that has a name."""
+    step = toy_step()
+    grad = step[Kind.GRAD, NAME]
+    noise = torch.randn(grad.shape, generator=torch.Generator().manual_seed(seed)).to(grad.dtype)
+    return with_kind(step, Kind.GRAD, **{NAME: grad + 0.1 * noise * grad.abs().mean()})
+
+
+def test_what_first_goes_wrong_at_a_later_step_may_have_been_carried_over(tmp_path: Path) -> None:
+    right = toy_step()
+    report = judge(tmp_path, [right, off(1)], [right, right])
+    finding = report.findings[0]
+    assert finding.cause == "unknown"  # nothing on the numbers shows it
+    assert any("state/stale" in candidate for candidate in finding.candidates)
+    assert finding.separate_by == "record the parameters and optimizer state before step 1"
+
+
+def test_nothing_is_carried_into_the_first_step(tmp_path: Path) -> None:
+    right = toy_step()
+    report = judge(tmp_path, [off(1), right], [right, right])
+    assert not any("state/stale" in c for f in report.findings for c in f.candidates)
