@@ -14,6 +14,7 @@ from paralign.commands.options import (
     JunitFile,
     Overrides,
     Quiet,
+    Timeout,
     Verbose,
     check_not_both,
     parse_seconds,
@@ -47,9 +48,7 @@ def align(
         Path | None,
         typer.Option(metavar="DIR", help="Keep what both runs recorded, for `paralign compare`."),
     ] = None,
-    timeout: Annotated[
-        str, typer.Option(metavar="S", help="Seconds without progress after which a run has hung.")
-    ] = "300",
+    timeout: Timeout = "300",
     quiet: Quiet = False,
     verbose: Verbose = False,
 ) -> int:

@@ -14,6 +14,7 @@ from paralign.commands.options import (
     JunitFile,
     Overrides,
     Quiet,
+    Timeout,
     Verbose,
     check_not_both,
     parse_seconds,
@@ -52,9 +53,7 @@ def drill(
             help="Keep what every run recorded; a drill that was cut short goes on from there.",
         ),
     ] = None,
-    timeout: Annotated[
-        str, typer.Option(metavar="S", help="Seconds without progress after which a run has hung.")
-    ] = "300",
+    timeout: Timeout = "300",
     quiet: Quiet = False,
     verbose: Verbose = False,
 ) -> int:

@@ -34,6 +34,9 @@ HtmlFile = Annotated[
         "--report", metavar="FILE.html", help="Write the report as one page, to open in a browser."
     ),
 ]
+Timeout = Annotated[
+    str, typer.Option(metavar="S", help="Seconds without progress after which a run has hung.")
+]
 Verbose = Annotated[
     bool,
     typer.Option("--verbose", "-v", help="Say more; show the Python traceback of an error."),

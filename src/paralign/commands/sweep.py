@@ -17,6 +17,7 @@ from paralign.commands.options import (
     JunitFile,
     Overrides,
     Quiet,
+    Timeout,
     Verbose,
     check_not_both,
     parse_count,
@@ -61,9 +62,7 @@ def sweep(
         bool,
         typer.Option("--resume", help="Go on with what the --json file holds from an earlier try."),
     ] = False,
-    timeout: Annotated[
-        str, typer.Option(metavar="S", help="Seconds without progress after which a run has hung.")
-    ] = "300",
+    timeout: Timeout = "300",
     quiet: Quiet = False,
     verbose: Verbose = False,
 ) -> int:
