@@ -5,6 +5,7 @@ Pieces with the same map are replicas of each other. Nothing is assembled: parts
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -89,13 +90,10 @@ class Piece:
             if stored.dtype == torch.float64:
                 return stored
             return scratch.take(torch.float64, stored.numel()).view(box.shape).copy_(stored)
-        total: Tensor | None = None
-        for weight, entry, lens in self.terms:
-            part = self.reader.read(entry, box, lens).to(torch.float64)
-            part = part if weight == 1.0 else part * weight
-            total = part if total is None else total + part
-        assert total is not None, "a piece has at least one term"
-        return total
+        return weighted_sum(
+            (weight, self.reader.read(entry, box, lens).to(torch.float64))
+            for weight, entry, lens in self.terms
+        )
 
 
 @dataclass(frozen=True)
@@ -146,3 +144,13 @@ class Quantity:
             whole[tuple(slice(at - first, at - first + n) for at, n, first in offset)] = part
         assert whole is not None, "fetch is only called on complete quantities"
         return whole
+
+
+def weighted_sum(terms: Iterable[tuple[float, Tensor]]) -> Tensor:
+    """Add up at least one part, each with its weight; one at a time is in memory."""
+    total: Tensor | None = None
+    for weight, part in terms:
+        part = part if weight == 1.0 else part * weight
+        total = part if total is None else total + part
+    assert total is not None, "a sum has at least one term"
+    return total

@@ -335,7 +335,7 @@ def _finding(
         axes=list(axes),
         evidence={
             "eps_before": None,
-            "eps_after": 0.0,
+            "eps_after": None,  # no tensor was corrected: tokens are equal or they are not
             "share_beyond_2e-3": None,
             "step": step,
             **(detail or {}),

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from paralign.align.judge import Compared
 from paralign.align.measure import PART_ELEMENTS
+from paralign.align.quantity import weighted_sum
 from paralign.align.verdict import Finding
 from paralign.layout import Box, LocalMap, boxes
 
@@ -60,13 +61,7 @@ class Mix:
 
     def fetch(self, box: Box) -> Tensor:
         """Return the part at ``box``."""
-        total: Tensor | None = None
-        for weight, term in self.terms:
-            part = term.fetch(box)
-            part = part if weight == 1.0 else part * weight
-            total = part if total is None else total + part
-        assert total is not None, "a mix has at least one term"
-        return total
+        return weighted_sum((weight, term.fetch(box)) for weight, term in self.terms)
 
 
 @dataclass(frozen=True)
@@ -87,13 +82,7 @@ class Added:
 
     def read(self, box: Box) -> Tensor:
         """Return the part ``box`` in fp64."""
-        total: Tensor | None = None
-        for weight, piece in self.members:
-            part = piece.read(box)
-            part = part if weight == 1.0 else part * weight
-            total = part if total is None else total + part
-        assert total is not None, "a sum has at least one member"
-        return total
+        return weighted_sum((weight, piece.read(box)) for weight, piece in self.members)
 
 
 @dataclass
