@@ -15,7 +15,10 @@ pytestmark = pytest.mark.ranks
 ROOT = Path(__file__).parents[2]
 
 # Prints the pids of its ranks, then waits for them: rank 0 hangs in Python, rank 1 in a collective.
+# A shell that starts the tests in the background has them ignore SIGINT, hence the first lines.
 PARENT = """
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
 from paralign.launch import run_ranks
 from tests.launch.rank_functions import report_pid_and_wait
 if __name__ == "__main__":

@@ -5,6 +5,8 @@ Only imports that neither start threads nor touch an accelerator belong here: th
 
 from __future__ import annotations
 
+import atexit
+import os
 import warnings
 
 # `python -W error` reaches the fork server, which would end at the first warning of an import.
@@ -16,5 +18,10 @@ with warnings.catch_warnings():
     import torch.distributed.fsdp
     import torch.distributed.pipelining
     import torch.distributed.tensor.parallel
+
+# Set by server.py. Clearing all that torch has made takes an interpreter seconds, for which the
+# fork server would outlive the program; ranks end without it as well.
+if os.environ.pop("PARALIGN_FORK_SERVER", None):
+    atexit.register(os._exit, 0)
 
 __all__ = ["torch"]

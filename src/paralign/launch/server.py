@@ -72,7 +72,7 @@ def _server_environment() -> Iterator[None]:
     # A fork server gets this process's sys.path but does not use it for its own imports, so a
     # paralign found by sys.path alone would not be preloaded.
     path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
-    wanted = {"PYTHONPATH": path, **patient_threads()}
+    wanted = {"PYTHONPATH": path, "PARALIGN_FORK_SERVER": "1", **patient_threads()}
     saved = {name: os.environ.get(name) for name in wanted}
     os.environ.update(wanted)
     try:
@@ -89,9 +89,8 @@ def patient_threads() -> dict[str, str]:
     """Return the environment in which compute threads sleep while they have nothing to do.
 
     By default they spin: on a machine with more ranks than cores, a rank's waiting threads then
-        take
-    the time of those that work, and a run takes up to twenty times as long. Takes effect only where
-    it is set before torch is imported; what the user has set stays.
+    take the time of those that work, and a run takes up to twenty times as long. Takes effect only
+    where it is set before torch is imported; what the user has set stays.
     """
     return {"OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE")}
 
