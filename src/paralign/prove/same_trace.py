@@ -8,6 +8,7 @@ from typing import Any
 
 # What names a recording or measures it, and is no number of the run.
 _OF_THE_RECORDING = {"trace_id", "seconds", "created"}
+_OF_THE_PAYLOAD = {"__metadata__"}
 
 
 def same_numbers(first: str | Path, second: str | Path) -> bool:
@@ -29,9 +30,11 @@ def _files(folder: Path) -> dict[str, Path]:
 
 
 def _content(path: Path) -> Any:
-    if path.suffix != ".json":
-        return path.read_bytes()
-    return _without(json.loads(path.read_text(encoding="utf-8")), _OF_THE_RECORDING)
+    if path.suffix == ".json":
+        return _without(json.loads(path.read_text(encoding="utf-8")), _OF_THE_RECORDING)
+    data = path.read_bytes()
+    start = 8 + int.from_bytes(data[:8], "little")  # safetensors: the header's size, the header
+    return _without(json.loads(data[8:start]), _OF_THE_PAYLOAD), data[start:]
 
 
 def _without(value: Any, keys: set[str]) -> Any:
