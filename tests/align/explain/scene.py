@@ -38,6 +38,8 @@ class Run:
     micro: list[Tensors] = field(default_factory=list)
     inputs: list[Tensors] = field(default_factory=list)
     outputs: list[Tensors] = field(default_factory=list)
+    """Per micro-batch; ``name#1`` is the second call of a module."""
+    output_grads: list[Tensors] = field(default_factory=list)
     loss: float = LOSS
     tokens: int = TOKENS
     norm: float | None = None
@@ -225,20 +227,24 @@ def write(
                     if kept(n)
                 ],
             )
-        for kind, batches in ((Kind.INPUT, run.inputs), (Kind.OUTPUT, run.outputs)):
+        seen = {
+            Kind.INPUT: run.inputs,
+            Kind.OUTPUT: run.outputs,
+            Kind.OUTPUT_GRAD: run.output_grads,
+        }
+        for kind, batches in seen.items():
             for number, tensors in enumerate(batches):
-                more = {"micro_batch": number, "token_dims": (0, 1)}
-                writer.write(
-                    f"step0.{kind}{number}",
-                    [
-                        entry(kind, n, t, (), order=order, **more)
-                        for order, (n, t) in enumerate(tensors.items())
-                    ],
-                )
+                items = []
+                for order, (n, t) in enumerate(tensors.items()):
+                    module, _, call = n.partition("#")
+                    more = {"micro_batch": number, "token_dims": (0, 1), "call": int(call or 0)}
+                    items.append(entry(kind, module, t, (), order=order, **more))
+                writer.write(f"step0.{kind}{number}", items)
         writer.scalar(ScalarEntry("loss", 0, run.loss, run.tokens))
         if run.norm is not None:
             writer.scalar(ScalarEntry("norm", 0, run.norm))
         what = ["loss", "norm", "params", "grads", "optimizer"]
         what += ["inputs"] * bool(run.inputs) + ["outputs"] * bool(run.outputs)
+        what += ["output_grads"] * bool(run.output_grads)
         known = {"compute_dtype": "float64", **(facts or {})}
         writer.finish(Facts("id", len(runs), [0], what, {}, known) if rank == 0 else None)

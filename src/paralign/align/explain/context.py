@@ -76,7 +76,8 @@ class Context:
     @cached_property
     def tied(self) -> set[str]:
         """Names of parameters that have other names too: one parameter in several places."""
-        return {e.name for index in self.trace.ranks for e in index.tensors if e.aliases}
+        ranks = (*self.trace.ranks, *self.reference.reader.ranks)  # stages may hold one name each
+        return {e.name for index in ranks for e in index.tensors if e.aliases}
 
     @property
     def upstream(self) -> bool:

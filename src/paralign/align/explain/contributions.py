@@ -62,7 +62,7 @@ def find_recipe(context: Context, item: Compared) -> Recipe | None:
     if limit_of(item) is None or item.moment.kind != Kind.GRAD:
         return None
     for side in (context.parallel, context.reference):
-        contributions = _contributions(side, item)
+        contributions = contributions_to(item, side)
         recipe = _known_recipe(context, item, contributions) or _recipe_of(item, contributions)
         if recipe is not None:
             if recipe not in context.recipes:
@@ -81,7 +81,7 @@ def _known_recipe(
         if not set(recipe.labels) <= by_label.keys():
             continue
         # What the recipe leaves out added nothing to the tensor that taught it.
-        if any(_adds(one) for label, one in by_label.items() if label not in recipe.labels):
+        if any(adds(one) for label, one in by_label.items() if label not in recipe.labels):
             continue
         contributions = [by_label[label] for label in recipe.labels]
         members = [[column] for column in range(len(contributions))]
@@ -110,7 +110,8 @@ def prove_recipe(context: Context, item: Compared) -> Proof | None:
     return read_weights(context, item, recipe)
 
 
-def _contributions(side: Side, item: Compared) -> list[Contribution]:
+def contributions_to(item: Compared, side: Side) -> list[Contribution]:
+    """Return what ranks and micro-batches of a run had for a tensor before any reduction."""
     found = []
     for index in side.reader.ranks:
         for entry in index.tensors:
@@ -126,7 +127,7 @@ def _contributions(side: Side, item: Compared) -> list[Contribution]:
     return found
 
 
-def _adds(contribution: Contribution) -> bool:
+def adds(contribution: Contribution) -> bool:
     """Whether it is not zero, as that of a micro-batch without a valid token is."""
     return any(bool(contribution.piece.read(box).any()) for box in parts_of(contribution.piece))
 
@@ -137,7 +138,7 @@ def _recipe_of(item: Compared, contributions: Sequence[Contribution]) -> Recipe 
     On a single part two contributions may be multiples of each other; what it does not determine
     is taken as right.
     """
-    contributions = [c for c in contributions if _adds(c)]
+    contributions = [c for c in contributions if adds(c)]
     if not 1 < len(contributions) <= _MOST_CONTRIBUTIONS:
         return None
     parts = [

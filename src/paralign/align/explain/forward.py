@@ -61,14 +61,13 @@ def prove_output(context: Context, item: Compared) -> Proof | None:
 
 
 def stage_axes(context: Context, item: Compared) -> tuple[str, ...]:
-    """Return pp if the output is the first that a later stage makes, all before it being right."""
+    """Return pp if what comes before the output was made by another stage, and is right."""
     outputs = context.judged(Kind.OUTPUT, item.moment.step)
-    before = outputs[: outputs.index(item)] if item in outputs else []
-    here = set(item.measured.by_rank)
-    if "pp" not in context.mesh.live or not before:
+    at = next((number for number, output in enumerate(outputs) if output is item), 0)
+    if "pp" not in context.mesh.live or at == 0:
         return ()
-    earlier = any(set(other.measured.by_rank) & here for other in before)
-    return () if earlier else ("pp",)
+    before = outputs[at - 1]
+    return () if set(before.measured.by_rank) & set(item.measured.by_rank) else ("pp",)
 
 
 def prove_dropout(context: Context, item: Compared) -> Proof | None:

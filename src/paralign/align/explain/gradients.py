@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 from paralign.align.explain.context import Context
@@ -12,6 +13,7 @@ from paralign.align.explain.factors import (
     prove_factor,
     prove_factor_by_rank,
 )
+from paralign.align.explain.micro_batches import prove_lost_micro_batch
 from paralign.align.explain.missing import prove_absent, prove_zeros
 from paralign.align.explain.placement import prove_misplaced, prove_permuted_rows
 from paralign.align.explain.precision import prove_precision
@@ -36,6 +38,7 @@ HYPOTHESES: tuple[Hypothesis, ...] = (
     prove_factor,
     prove_missing_reduction,
     prove_recipe,
+    prove_lost_micro_batch,
     prove_stale,
     prove_factor_by_rank,
     prove_misplaced,
@@ -52,7 +55,8 @@ _REDUCING = {MISSING_REDUCTION, WRONG_GROUP}
 
 def explain_gradients(context: Context, kind: str, step: int) -> list[Finding]:
     """Explain the gradients that are out of budget at ``step``."""
-    failing = context.failing(kind, step)
+    # Backward order: what goes wrong in the loss or in a layer goes on to those before it.
+    failing = context.failing(kind, step)[::-1]
     if not failing:
         return []
     gated = [item for item in context.judged(kind, step) if item.row.budget_eps is not None]
@@ -116,7 +120,8 @@ def _findings(
     proof = proven[0][1]
     if proof.cause == CONSTANT_FACTOR and "factor" in proof.detail:
         everywhere = len(proven) == num_gated and "ranks" not in proof.detail
-        recipe = find_recipe(context, proven[0][0])
+        largest = max((item for item, _ in proven), key=lambda item: math.prod(item.base.shape))
+        recipe = find_recipe(context, largest)  # a small one has too few elements to tell
         tied = any(item.row.name in context.tied for item, _ in proven)
         for _, each in proven:
             name_source(context, each, everywhere=everywhere, recipe=recipe, tied=tied)

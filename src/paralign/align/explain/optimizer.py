@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from paralign.align.explain.adam import direction_variants
+from paralign.align.explain.carried import prove_other_past
 from paralign.align.explain.context import Context
 from paralign.align.explain.factors import prove_factor
 from paralign.align.explain.gradients import group_proofs, told
@@ -59,7 +60,14 @@ def explain_optimizer(context: Context, step: int) -> list[Finding]:
     if counts:
         return [_step_count_finding(counts)]
     hypotheses = {
-        Kind.MOMENT: (prove_misplaced, prove_stale, prove_untouched, prove_factor, prove_precision),
+        Kind.MOMENT: (
+            prove_misplaced,
+            prove_stale,
+            prove_untouched,
+            prove_other_past,
+            prove_factor,
+            prove_precision,
+        ),
         UPDATE: (
             prove_not_stepped,
             prove_other_options,

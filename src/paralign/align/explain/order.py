@@ -17,6 +17,7 @@ from paralign.align.explain.inputs import explain_inputs
 from paralign.align.explain.losses import explain_loss, explain_tokens
 from paralign.align.explain.norms import WRONG_NORM, explain_norm
 from paralign.align.explain.optimizer import explain_optimizer
+from paralign.align.explain.output_grads import explain_output_grads
 from paralign.align.explain.outputs import explain_outputs
 from paralign.align.explain.remaps import WRONG_LAYER, explain_remaps
 from paralign.align.explain.replicas import MISSING_REDUCTION
@@ -97,6 +98,8 @@ def _loss_and_gradients(context: Context, step: int) -> list[Finding]:
     """A loss that no number explains by itself is explained by the gradients, if they are."""
     losses = explain_loss(context, step)
     gradients = explain_gradients(context, Kind.GRAD, step)
+    if not context.upstream and not losses and _are_unknown(gradients):
+        gradients = explain_output_grads(context, step) or gradients
     joined = one_factor(losses, gradients)
     if joined is not None:
         return joined
@@ -107,6 +110,10 @@ def _loss_and_gradients(context: Context, step: int) -> list[Finding]:
     else:
         losses = [finding for finding in losses if finding.cause != "unknown"]
     return losses + _not_from_forward(context, gradients)
+
+
+def _are_unknown(findings: list[Finding]) -> bool:
+    return bool(findings) and all(finding.cause == "unknown" for finding in findings)
 
 
 def _not_from_forward(context: Context, gradients: list[Finding]) -> list[Finding]:

@@ -13,13 +13,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-import torch
-
+from paralign.align.explain.calls import prove_other_calls
 from paralign.align.explain.candidates import Candidate
 from paralign.align.explain.context import Context
-from paralign.align.explain.forward import prove_output, stage_axes
+from paralign.align.explain.forward import DIFFERENT_CONFIG, prove_output, stage_axes
+from paralign.align.explain.positions import error_by_position
 from paralign.align.explain.precision import PRECISION
-from paralign.align.explain.proof import Proof, evidence, finding_of, pieces_once
+from paralign.align.explain.proof import Proof, evidence, finding_of
 from paralign.align.explain.replicas import (
     MISSING_REDUCTION,
     prove_missing_reduction,
@@ -30,7 +30,6 @@ from paralign.align.inspect.feed import role_of
 from paralign.align.judge import Compared
 from paralign.align.trace import Kind
 from paralign.align.verdict import Finding
-from paralign.layout import boxes
 
 MASK_OR_POSITIONS = "mask_or_positions"
 WRONG_AXIS = "wrong_axis"
@@ -49,11 +48,13 @@ def explain_outputs(context: Context, step: int) -> list[Finding]:
             continue
         if proof is None:
             proof = (
-                prove_output(context, item)
+                prove_other_calls(context, item)
+                or prove_output(context, item)
                 or _differing(context, item)
                 or _by_position(context, item)
             )
-            if proof is not None and not proof.axes:
+            # A module with other options is wrong itself, wherever its input came from.
+            if proof is not None and not proof.axes and proof.cause != DIFFERENT_CONFIG:
                 proof.axes = tuple(context.mesh.named(stage_axes(context, item)))
         else:
             item = _outermost(item, failing, context)
@@ -111,7 +112,7 @@ def _differing(context: Context, item: Compared) -> Proof | None:
 
 def _by_position(context: Context, item: Compared) -> Proof | None:
     """Read the positions at which the output is off."""
-    error = _error_by_position(item)
+    error = error_by_position(item)
     if error is None:
         return None
     limit = (item.tolerance or 0.0) * item.measured.total.base
@@ -155,20 +156,6 @@ def _by_position(context: Context, item: Compared) -> Proof | None:
             "goes",
         )
     return None
-
-
-def _error_by_position(item: Compared) -> list[float] | None:
-    """Return the norm of the error at every position of the sequence, over all rows."""
-    shape = item.base.shape
-    if len(shape) < 2:
-        return None
-    squares = torch.zeros(shape[1], dtype=torch.float64)
-    for piece in pieces_once(item):
-        for box in boxes(piece.map):
-            error = (piece.read(box) - item.base.fetch(box)).square()
-            by_position = error.sum(dim=[dim for dim in range(error.dim()) if dim != 1])
-            squares[box.start[1] : box.start[1] + box.shape[1]] += by_position
-    return squares.sqrt().tolist()
 
 
 def _finding(context: Context, item: Compared, proof: Proof | None) -> Finding:
