@@ -38,12 +38,17 @@ ZIGZAG = {0: [0, 1, 6, 7], 1: [2, 3, 4, 5]}
 def test_dims_are_found_by_their_sizes(
     shape: tuple[int, ...], degrees: tuple[int, ...], wanted: TokenDims | None
 ) -> None:
-    assert token_dims(shape, 2, 5, degrees=degrees) == wanted
+    assert token_dims(shape, 2, 5, degrees=degrees) == ([wanted] if wanted else [])
 
 
 def test_a_sequence_may_be_cut_once_more() -> None:
-    assert token_dims((2, 4, 7), 2, 8, degrees=(2,)) == TokenDims(0, 1, 2)
-    assert token_dims((4, 2, 7), 2, 8, degrees=(2,)) == TokenDims(1, 0, 2)
+    assert token_dims((2, 4, 7), 2, 8, degrees=(2,)) == [TokenDims(0, 1, 2)]
+    assert token_dims((4, 2, 7), 2, 8, degrees=(2,)) == [TokenDims(1, 0, 2)]
+
+
+def test_all_dims_that_fit_are_told_the_likelier_first() -> None:
+    assert token_dims((2, 5, 5, 7), 2, 5) == [TokenDims(0, 1), TokenDims(0, 2)]
+    assert token_dims((2, 2, 7), 2, 2) == [TokenDims(0, 1)]
 
 
 def test_maps_are_composed() -> None:
@@ -104,6 +109,26 @@ def check(found: Found, full: Tensor = FULL) -> None:
     assert found.uncovered == 0
     assert torch.equal(whole_of(found.quantity), full)
     assert measure(found.quantity, found.quantity).total.relative == 0.0
+
+
+def test_as_many_heads_as_local_positions_are_told_apart_by_the_other_run(tmp_path: Path) -> None:
+    heads = 4
+    full = torch.arange(ROWS * heads * LENGTH * 6).double().view(ROWS, heads, LENGTH, 6)
+    halves = [[(0, half.contiguous())] for half in full.chunk(2, 2)]
+    rows = list(range(ROWS))
+    where = {(0, 0): held(rows, list(range(LENGTH)))}
+    places = {(rank, 0): held(rows, list(range(4 * rank, 4 * rank + 4))) for rank in range(2)}
+    with write(tmp_path / "one", [[(0, full)]]) as one, write(tmp_path / "two", halves) as two:
+        reference = StepOutputs(one, 0, (ROWS, LENGTH), where)
+        parallel = StepOutputs(two, 0, (ROWS, LENGTH), places)
+        assert reference.possible_dims(Kind.OUTPUT, "m") == [(0, 2)]
+        assert parallel.possible_dims(Kind.OUTPUT, "m") == [(0, 1), (0, 2)]
+        right = parallel.quantity(Kind.OUTPUT, "m", (heads, 6), (0, 2))
+        assert isinstance(right, Found)
+        check(right, full.transpose(1, 2))
+        likelier = parallel.quantity(Kind.OUTPUT, "m", (heads, 6))
+        assert isinstance(likelier, Found)
+        assert not torch.equal(whole_of(likelier.quantity), full.transpose(1, 2))
 
 
 LAYOUTS = {

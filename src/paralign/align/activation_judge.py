@@ -8,7 +8,7 @@ tell. So an output that differs in a step in which those agree is another way to
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -228,12 +228,17 @@ class ActivationJudge:
             left.setdefault("not in the reference", []).append(name)
         for name in names:
             why = "not in the parallel run" if name not in theirs else None
-            rest = reference.rest_of(kind, name)
+            prefer = _agreed_dims(run.outputs.possible_dims(kind, name) for run in runs)
+            rest = reference.rest_of(kind, name, prefer)
             if reference.is_counted(kind, name):
                 why = why or "its rows are chosen by a router, so they were counted only"
             elif rest is None:
                 why = why or "it has no dims for rows and positions"
-            found = [] if why else [run.outputs.quantity(kind, name, rest or ()) for run in runs]
+            found = (
+                []
+                if why
+                else [run.outputs.quantity(kind, name, rest or (), prefer) for run in runs]
+            )
             why = why or next((item for item in found if isinstance(item, str)), None)
             placed = [item for item in found if isinstance(item, Found)]
             if why is None and any(item.uncovered for item in placed[1:]):
@@ -284,3 +289,9 @@ class ActivationJudge:
         for trace in (self.reference, self.parallel):
             said = {(item["name"], item["why"]) for index in trace.ranks for item in index.unseen}
             self.notes += [f"{name} was not seen: {why}" for name, why in sorted(said)]
+
+
+def _agreed_dims(possible: Iterable[Sequence[tuple[int, int]]]) -> tuple[int, int] | None:
+    """Return the dims that count tokens in every run: sizes that agree by chance differ in one."""
+    first, *others = possible
+    return next((dims for dims in first if all(dims in other for other in others)), None)

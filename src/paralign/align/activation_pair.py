@@ -89,10 +89,20 @@ class StepOutputs:
                 first[name] = min((rank, entry.order or 0) for rank, entry in found)
         return sorted(first, key=lambda name: first[name])
 
-    def rest_of(self, kind: str, name: str) -> tuple[int, ...] | None:
+    def possible_dims(self, kind: str, name: str) -> list[tuple[int, int]]:
+        """Return which dims may count rows and positions in all of a run's pieces."""
+        found: list[tuple[int, int]] | None = None
+        for rank, entry in self._entries.get((kind, name), []):
+            here = [(dims.rows, dims.positions) for dims in self._possible_dims(rank, entry)]
+            found = here if found is None else [dims for dims in found if dims in here]
+        return found or []
+
+    def rest_of(
+        self, kind: str, name: str, prefer: tuple[int, int] | None = None
+    ) -> tuple[int, ...] | None:
         """Return the shape without rows and positions; None if it is not known."""
         for rank, entry in self._entries.get((kind, name), []):
-            dims = self._dims(rank, entry)
+            dims = self._dims(rank, entry, prefer)
             if dims is not None:
                 return _rest(entry.shape, dims)
         return None
@@ -102,18 +112,25 @@ class StepOutputs:
         found = self._entries.get((kind, name), [])
         return bool(found) and all(entry.file is None for _, entry in found)
 
-    def quantity(self, kind: str, name: str, rest: tuple[int, ...]) -> Found | str:
+    def quantity(
+        self,
+        kind: str,
+        name: str,
+        rest: tuple[int, ...],
+        prefer: tuple[int, int] | None = None,
+    ) -> Found | str:
         """Return the global tensor, or why its pieces cannot be placed.
 
         Args:
             kind: The kind of tensor.
             name: The module's name, with its place in a tuple and its call.
             rest: Shape without rows and positions, in the run that holds whole tensors.
+            prefer: The dims that count rows and positions, where a shape allows several.
         """
         pieces: list[Piece] = []
         is_guess = False
         for rank, entry in self._entries.get((kind, name), []):
-            dims = self._dims(rank, entry)
+            dims = self._dims(rank, entry, prefer)
             if entry.file is None:
                 return "its rows are chosen by a router, so they were counted only"
             if dims is None:
@@ -127,12 +144,19 @@ class StepOutputs:
         whole = Quantity(shape, tuple(self._summed(pieces)), ())
         return Found(whole, is_guess, self._uncovered(whole))
 
-    def _dims(self, rank: int, entry: TensorEntry) -> TokenDims | None:
+    def _dims(
+        self, rank: int, entry: TensorEntry, prefer: tuple[int, int] | None
+    ) -> TokenDims | None:
+        found = self._possible_dims(rank, entry)
+        likely = [dims for dims in found if (dims.rows, dims.positions) == prefer]
+        return next(iter(likely + found), None)
+
+    def _possible_dims(self, rank: int, entry: TensorEntry) -> list[TokenDims]:
         held = self._held.get((rank, entry.micro_batch or 0))
         if held is None:
-            return None
+            return []
         if entry.token_dims is not None:
-            return TokenDims(*entry.token_dims)
+            return [TokenDims(*entry.token_dims)]
         sizes = {len(ranks) for ranks in self._trace.ranks[rank].axes.values()}
         return token_dims(entry.shape, *held.shape, degrees=sorted(sizes - {1}))
 
@@ -208,8 +232,10 @@ class StepOutputs:
 
 def token_dims(
     shape: Sequence[int], rows: int, positions: int, *, degrees: Sequence[int] = ()
-) -> TokenDims | None:
-    """Say which dims of an output count its micro-batch's rows and positions; None if none do.
+) -> list[TokenDims]:
+    """Say which dims of an output may count its micro-batch's rows and positions.
+
+    Usually one pair does; several where other dims have the same sizes, likelier ones first.
 
     Args:
         shape: Shape of the output.
@@ -219,16 +245,19 @@ def token_dims(
     """
     for degree in (1, *(degree for degree in degrees if positions % degree == 0)):
         length = positions // degree
+        found = []
         if tuple(shape[:2]) == (rows, length):
-            return TokenDims(0, 1, degree)
-        if tuple(shape[:2]) == (length, rows):
-            return TokenDims(1, 0, degree)
-        behind = [dim for dim in range(2, len(shape) - 1) if shape[dim] == length]
-        if shape and shape[0] == rows and behind:
-            return TokenDims(0, behind[0], degree)
+            found.append(TokenDims(0, 1, degree))
+        if tuple(shape[:2]) == (length, rows) and rows != length:
+            found.append(TokenDims(1, 0, degree))
+        if shape and shape[0] == rows:
+            behind = [dim for dim in range(2, len(shape) - 1) if shape[dim] == length]
+            found += [TokenDims(0, dim, degree) for dim in behind]
+        if found:
+            return found
     if len(shape) in (1, 2) and shape[0] == rows * positions:
-        return TokenDims(0, 0)
-    return None
+        return [TokenDims(0, 0)]
+    return []
 
 
 def compose(inner: Sequence[Span], outer: Sequence[Span]) -> tuple[Span, ...]:

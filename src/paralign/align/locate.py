@@ -211,13 +211,16 @@ class Isolation:
         if not tensor.is_floating_point():
             return None
         rows, positions = self.tokens.shape
-        dims = token_dims(tensor.shape, int(rows), int(positions))
-        if dims is None or name not in self.outputs.names(kind):
+        possible = token_dims(tensor.shape, int(rows), int(positions))
+        if not possible or name not in self.outputs.names(kind):
             return None
+        theirs = self.outputs.possible_dims(kind, name)
+        agreed = [dims for dims in possible if (dims.rows, dims.positions) in theirs]
+        dims = (agreed or possible)[0]
         own = {dims.rows, dims.positions}
         others = [dim for dim in range(tensor.dim()) if dim not in own]
         rest = tuple(int(tensor.shape[dim]) for dim in others)
-        found = self.outputs.quantity(kind, name, rest)
+        found = self.outputs.quantity(kind, name, rest, (dims.rows, dims.positions))
         if not isinstance(found, Found) or found.uncovered or found.is_guess:
             return None
         whole = whole_of(found.quantity)
