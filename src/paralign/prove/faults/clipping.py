@@ -72,7 +72,7 @@ def norm_counts_tied_copies_twice(run: FaultRun) -> None:
     _norm_over(run, MODEL_AXES, count_tied=True)
 
 
-@fault(needs={"clip"}, component="clipping", cause="wrong_norm")
+@fault(needs={"clip", "untied"}, component="clipping", cause="wrong_norm")
 def norm_leaves_out_the_head(run: FaultRun) -> None:
     """The head is in another parameter group, which the norm does not see."""
     _norm_over(run, MODEL_AXES, lambda name: not name.startswith("head."))
