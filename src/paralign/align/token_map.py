@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -33,6 +34,8 @@ Key = tuple[int, int]
 
 Samples = tuple[int, ...]
 """Sample number of every row of a micro-batch."""
+
+_Told = TypeVar("_Told")
 
 
 @dataclass(frozen=True)
@@ -89,26 +92,36 @@ def step_inputs(trace: TraceReader, step: int) -> dict[Key, Inputs]:
     for index in trace.ranks:
         for micro_batch, inputs in _in_micro_batches(*_own_inputs(trace, index, step)).items():
             found[index.rank, micro_batch] = inputs
-    with_tokens = {rank for rank, _ in found}
-    for index in trace.ranks:
-        peers = [rank for rank in index.axes.get("pp", []) if rank in with_tokens]
-        if index.rank not in with_tokens and peers:
-            found |= {
-                (index.rank, micro_batch): inputs
-                for (rank, micro_batch), inputs in list(found.items())
-                if rank == peers[0]
-            }
-    return found
+    return _handed_on(trace, found)
 
 
 def step_samples(trace: TraceReader, step: int) -> dict[Key, Samples]:
-    """Return the sample numbers that ranks gave of their rows, by rank and micro-batch."""
-    return {
+    """Return the sample numbers that ranks gave of their rows, by rank and micro-batch.
+
+    A rank of a later pipeline stage that was told none gets those of its first stage.
+    """
+    found = {
         (index.rank, tokens.micro_batch): tokens.samples
         for index in trace.ranks
         for tokens in index.token_maps
         if tokens.step == step and tokens.samples is not None
     }
+    return _handed_on(trace, found)
+
+
+def _handed_on(trace: TraceReader, told: dict[Key, _Told]) -> dict[Key, _Told]:
+    """Give what a pipeline's first stage was told to its later stages, which were told nothing."""
+    found = dict(told)
+    knowing = {rank for rank, _ in told}
+    for index in trace.ranks:
+        peers = [rank for rank in index.axes.get("pp", []) if rank in knowing]
+        if index.rank not in knowing and peers:
+            found |= {
+                (index.rank, micro_batch): value
+                for (rank, micro_batch), value in told.items()
+                if rank == peers[0]
+            }
+    return found
 
 
 def token_table(inputs: Mapping[Key, Inputs], samples: Mapping[Key, Samples]) -> TokenTable | None:

@@ -7,8 +7,10 @@ the factor follows the guilty one.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from itertools import product
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from fractions import Fraction
+from itertools import combinations, product
 from typing import TYPE_CHECKING
 
 from paralign.config.rules import find_problems
@@ -26,23 +28,26 @@ _SIZES = (1, 2, 3, 4, 5, 6, 7, 8)
 def separating_config(config: RunConfig, finding: Finding) -> RunConfig | None:
     """Return a config near ``config`` in which the candidates of ``finding`` differ in size.
 
+    A candidate without axes keeps the factor that was found, whatever the sizes.
+
     None: nothing is to be told apart by sizes, or no legal config of at most 16 ranks does it.
     """
-    sources = _sources(finding)
-    if len(sources) < 2:
+    sources, stays = _sources(finding)
+    if not sources or len(sources) + (stays is not None) < 2:
         return None
     names = sorted({name for source in sources for name in source})
-    best: tuple[tuple[int, ...], RunConfig] | None = None
+    best: tuple[tuple[bool, int, int], RunConfig] | None = None
     for sizes in product(_SIZES, repeat=len(names)):
         chosen = dict(zip(names, sizes, strict=True))
         products = [math.prod(chosen[name] for name in source) for source in sources]
-        if len(set(products)) < len(products) or 1 in products:
+        gone = 1 in products  # then the factor is gone as well, if it was this axis's
+        if len({*products, stays}) <= len(products) or (gone and len(sources) > 1):
             continue
         changed = _resized(config, chosen)
-        cost = (changed.mesh.degrees.world_size, sum(sizes))
-        if cost[0] > MOST_RANKS or (best is not None and cost >= best[0]):
+        cost = (gone, changed.mesh.degrees.world_size, sum(sizes))
+        if cost[1] > MOST_RANKS or (best is not None and cost >= best[0]):
             continue
-        if _is_told_apart(changed, products, names) and not find_problems(changed):
+        if _is_told_apart(changed, sources, stays) and not find_problems(changed):
             best = cost, changed
     return None if best is None else best[1]
 
@@ -69,7 +74,7 @@ def separate(
         second = rerun(changed)
     except ParalignError as error:
         return report, f"{told}: it did not come to its end ({str(error).splitlines()[0]})"
-    decided = _decide(first, second)
+    decided = _decide(first, second, _live(changed))
     if decided is None:
         return report, f"{told}: it did not decide"
     first.component, first.cause, first.axes = decided.component, decided.cause, list(decided.axes)
@@ -92,19 +97,32 @@ def describe_change(config: RunConfig, changed: RunConfig) -> str:
     )
 
 
-def _sources(finding: Finding) -> list[tuple[str, ...]]:
-    """Return the groups of sizes that the candidates point at, each once."""
+def _sources(finding: Finding) -> tuple[list[tuple[str, ...]], int | None]:
+    """Return the groups of sizes that the candidates point at, and a factor that follows none."""
     from paralign.align.explain.candidates import meanings
 
     if finding.separate_by is None or not finding.candidates:
-        return []
+        return [], None
     sources: dict[tuple[str, ...], None] = {}
+    stays: int | None = None
     for meaning in meanings(finding)[1:]:
         if meaning.axes:
             sources[tuple(sorted(meaning.axes))] = None
         elif MICROBATCHES in finding.separate_by:
             sources[(MICROBATCHES,)] = None
-    return list(sources)
+        elif "factor" in finding.evidence:
+            stays = _size_of(str(finding.evidence["factor"]))
+    return list(sources), stays
+
+
+def _size_of(factor: str) -> int | None:
+    """Return the size that a factor such as 6 or 1/6 is made of; None if it is none."""
+    try:
+        ratio = abs(Fraction(factor))
+    except ValueError:
+        return None
+    sizes = {ratio.numerator, ratio.denominator} - {1}
+    return sizes.pop() if len(sizes) == 1 else None
 
 
 def _resized(config: RunConfig, sizes: dict[str, int]) -> RunConfig:
@@ -122,12 +140,24 @@ def _resized(config: RunConfig, sizes: dict[str, int]) -> RunConfig:
     return config.model_copy(update={"mesh": mesh, "pipeline": pipeline, "batch": batch})
 
 
-def _is_told_apart(config: RunConfig, products: Sequence[int], names: Sequence[str]) -> bool:
-    """Whether no other axis, or pair of axes, has the size of a candidate."""
-    others = {
-        axis: degree for axis, degree in _sizes_of(config) if degree > 1 and axis not in names
-    }
-    return not set(others.values()) & set(products)
+def _is_told_apart(config: RunConfig, sources: Sequence[Sequence[str]], stays: int | None) -> bool:
+    """Whether no other axis, or product of axes, has the size of a candidate."""
+    live = _live(config)
+    made: dict[int, list[set[str]]] = {}
+    for count in range(1, len(live) + 1):
+        for names in combinations(live, count):
+            made.setdefault(math.prod(live[name] for name in names), []).append(set(names))
+    for source in sources:
+        own = {name for name in source if name in live}
+        size = math.prod(live[name] for name in own)
+        if any(other != own for other in made.get(size, [])):
+            return False
+    return stays is None or stays not in made
+
+
+def _live(config: RunConfig) -> dict[str, int]:
+    """Return the axes with more than one rank, and the micro-batches, with their sizes."""
+    return {name: size for name, size in _sizes_of(config) if size > 1}
 
 
 def _sizes_of(config: RunConfig) -> Iterator[tuple[str, int]]:
@@ -136,18 +166,29 @@ def _sizes_of(config: RunConfig) -> Iterator[tuple[str, int]]:
     yield MICROBATCHES, config.pipeline.num_microbatches
 
 
-def _decide(first: Finding, second: Report) -> Finding | None:
-    """Return the finding of the second run, if it is one of the first's candidates and says less.
+def _decide(first: Finding, second: Report, live: Mapping[str, int]) -> Finding | None:
+    """Return the finding of the second run as the first one's candidate, if it says less.
 
-    A second run that lists as many places as the first has decided nothing.
+    A second run that lists as many places as the first has decided nothing. Axes that have one rank
+    in it are those of the candidate still.
     """
     from paralign.align.explain.candidates import meanings
 
+    listed = meanings(first)
     if not second.findings:
-        return None
+        gone = [m for m in listed if m.axes and not set(m.axes) & live.keys()]
+        if second.verdict != "aligned" or len({m.axes for m in gone}) != 1:
+            return None
+        found = replace(first, candidates=[], separate_by=None)
+        found.component, found.cause, found.axes = gone[0].component, gone[0].cause, [*gone[0].axes]
+        return found
     found = second.findings[0]
-    listed = {(m.component, frozenset(m.axes), m.cause) for m in meanings(first)}
-    new = {(m.component, frozenset(m.axes), m.cause) for m in meanings(found)}
-    if (found.component, frozenset(found.axes), found.cause) not in listed:
+    seen = (found.component, frozenset(found.axes), found.cause)
+    right = {
+        (m.component, m.axes, m.cause)
+        for m in listed
+        if (m.component, frozenset(m.axes) & live.keys(), m.cause) == seen
+    }
+    if len(right) != 1 or not len(set(meanings(found))) < len(set(listed)):
         return None
-    return found if len(new) < len(listed) else None
+    return replace(found, axes=list(right.pop()[1]))

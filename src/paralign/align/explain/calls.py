@@ -1,11 +1,13 @@
-"""Hypothesis: modules ran another number of times than in the reference.
+"""Hypotheses about which modules ran: another number of times, or in another order.
 
-Stages that overlap run a layer twice, and stages with a gap between them run one never. That is
-counted, not measured: a recording has an output for every call.
+Stages that overlap run a layer twice, stages with a gap between them run one never, and a list in
+the wrong order runs a later one first. That is counted, not measured: a recording has an output for
+every call.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
 from paralign.align.explain.context import Context
@@ -40,6 +42,51 @@ def prove_other_calls(context: Context, item: Compared) -> Proof | None:
             "stage: a stage ends where the next one starts.",
         )
     return None
+
+
+def prove_other_order(context: Context, item: Compared) -> Proof | None:
+    """Return the finding that a rank ran a later layer before the one that ``item`` belongs to.
+
+    In the first forward alone: whatever the schedule, one micro-batch goes through the layers in
+    their order.
+    """
+    layer = _layer_of(item.row.name)
+    step = item.moment.step
+    for index in context.trace.ranks if layer is not None else ():
+        first: dict[str, int] = {}
+        for entry in index.tensors:
+            if entry.kind == Kind.OUTPUT and (entry.step, entry.micro_batch) == (step, 0):
+                first.setdefault(_layer_of(entry.name) or "", entry.order or 0)
+        begin = first.get(layer or "")
+        later = [
+            other
+            for other, order in first.items()
+            if begin is not None and order < begin and _comes_after(other, layer or "")
+        ]
+        if later:
+            return Proof(
+                WRONG_LAYER,
+                0.0,
+                key=(WRONG_LAYER, "order"),
+                detail={"module": later[0], "ran_before": layer},
+                text=f"{later[0]} ran before {layer} on rank {index.rank}, where the reference "
+                "runs it after: run the layers of a stage in the order of their numbers.",
+            )
+    return None
+
+
+def _layer_of(name: str) -> str | None:
+    """Return the part of a module's name up to its first number; None if it has none."""
+    found = re.match(r"(?:[^.\[]+\.)*?\d+(?=\.|\[|$)", name)
+    return None if found is None else found.group()
+
+
+def _comes_after(name: str, other: str) -> bool:
+    """Whether a layer has a higher number in the same list of layers."""
+    (ours, at), (theirs, place) = (
+        (n.rpartition(".")[0], n.rpartition(".")[2]) for n in (name, other)
+    )
+    return ours == theirs and at.isdigit() and place.isdigit() and int(at) > int(place)
 
 
 def calls_per_forward(trace: TraceReader, step: int) -> dict[str, int]:

@@ -115,6 +115,18 @@ class Recipe:
     """Per rank, the weights that give what it holds."""
     left: float
     """Relative error that both sets of weights leave on the whole tensor."""
+    shared: frozenset[Label] = frozenset()
+    """Contributions that are multiples of each other: only their weight together is known."""
+
+    def of_its_own(self) -> Recipe:
+        """Return the recipe without the contributions whose own weight is not known."""
+        kept = [i for i, label in enumerate(self.labels) if label not in self.shared]
+        return Recipe(
+            tuple(self.labels[i] for i in kept),
+            tuple(self.right[i] for i in kept),
+            {rank: tuple(weights[i] for i in kept) for rank, weights in self.made.items()},
+            self.left,
+        )
 
 
 class Label(NamedTuple):

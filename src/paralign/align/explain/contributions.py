@@ -36,6 +36,7 @@ from paralign.layout import Box, boxes, local_shape
 _SAMPLE = 2048
 _MOST_CONTRIBUTIONS = 512
 _INDEPENDENT = 1e-9
+_MULTIPLE = 1e-12
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ def _known_recipe(
         if any(adds(one) for label, one in by_label.items() if label not in recipe.labels):
             continue
         contributions = [by_label[label] for label in recipe.labels]
-        members = [[column] for column in range(len(contributions))]
+        members = [[_Member(column, 1.0)] for column in range(len(contributions))]
         worst = 0.0
         for pieces in item.side.replicas.values():
             first = pieces[0]
@@ -159,7 +160,7 @@ def _recipe_of(item: Compared, contributions: Sequence[Contribution]) -> Recipe 
     made: dict[int, tuple[float, ...]] = {}
     worst = 0.0
     for part in parts:
-        own = part.columns[:, [group[0] for group in members]]
+        own = part.columns[:, [group[0].index for group in members]]
         here = _error(part.pieces[0], item.base, right, members, contributions, limit)
         worst = max(worst, here)
         for piece in part.pieces:
@@ -171,7 +172,8 @@ def _recipe_of(item: Compared, contributions: Sequence[Contribution]) -> Recipe 
     if not worst <= limit:
         return None
     labels = tuple(contribution.label for contribution in contributions)
-    return Recipe(labels, _spread(right, members, len(contributions)), made, worst)
+    shared = frozenset(labels[index] for index in _shared(members))
+    return Recipe(labels, _spread(right, members, len(contributions)), made, worst, shared)
 
 
 @dataclass(frozen=True)
@@ -212,40 +214,73 @@ def _least_squares(
     return [_nearby(float(w), max(limit, 1e-9)) for w in base + step]
 
 
-def _distinct(columns: Tensor) -> tuple[Tensor, list[list[int]]]:
-    """Join contributions that are equal (ranks that compute the same) into one column each."""
-    members: list[list[int]] = []
+@dataclass(frozen=True)
+class _Member:
+    """A contribution as a multiple of its column."""
+
+    index: int
+    ratio: float
+
+
+def _distinct(columns: Tensor) -> tuple[Tensor, list[list[_Member]]]:
+    """Join contributions that are multiples of each other into one column each.
+
+    Ranks that compute the same are equal; micro-batches of one and the same token may be multiples.
+    """
+    members: list[list[_Member]] = []
     for column in range(columns.shape[1]):
-        same = next((m for m in members if torch.equal(columns[:, m[0]], columns[:, column])), None)
-        if same is None:
-            members.append([column])
+        for group in members:
+            ratio = _ratio(columns[:, group[0].index], columns[:, column])
+            if ratio is not None:
+                group.append(_Member(column, ratio))
+                break
         else:
-            same.append(column)
-    return columns[:, [group[0] for group in members]], members
+            members.append([_Member(column, 1.0)])
+    return columns[:, [group[0].index for group in members]], members
+
+
+def _ratio(base: Tensor, other: Tensor) -> float | None:
+    """Return what ``base`` is to be multiplied by to give ``other``; None if nothing does."""
+    if torch.equal(base, other):
+        return 1.0
+    square = float(base @ base)
+    ratio = float(base @ other) / square if square else 0.0
+    left = float(torch.linalg.vector_norm(other - ratio * base))
+    return ratio if left <= _MULTIPLE * float(torch.linalg.vector_norm(other)) else None
 
 
 def _spread(
-    weights: Sequence[float], members: Sequence[Sequence[int]], total: int
+    weights: Sequence[float], members: Sequence[Sequence[_Member]], total: int
 ) -> tuple[float, ...]:
     """Give every contribution its share of its column's weight."""
     result = [0.0] * total
     for weight, group in zip(weights, members, strict=True):
-        for column in group:
-            result[column] = weight / len(group)
+        whole = sum(member.ratio for member in group)
+        for member in group:
+            result[member.index] = weight / whole
     return tuple(result)
+
+
+def _shared(members: Sequence[Sequence[_Member]]) -> list[int]:
+    """Return the contributions whose own weight is not known, but only that of several together.
+
+    Where all have twins, ranks compute the same by design, and the twins share evenly.
+    """
+    least = min(len(group) for group in members)
+    return [member.index for group in members if len(group) > least for member in group]
 
 
 def _error(
     piece: Held,
     base: Readable | None,
     weights: Sequence[float],
-    members: Sequence[Sequence[int]],
+    members: Sequence[Sequence[_Member]],
     contributions: Sequence[Contribution],
     limit: float,
 ) -> float:
     """Return the error of a set of weights on all of ``piece``'s part."""
     terms = [
-        (weight, contributions[group[0]])
+        (weight, contributions[group[0].index])
         for weight, group in zip(weights, members, strict=True)
         if weight
     ]

@@ -148,6 +148,8 @@ def name_source(
             listed += [_reducing(context, source, factor, cause) for source in reducing]
     if right_before is not True or not listed:
         listed.append(_before_reduction(context, sources, factor))
+    elif not everywhere:
+        listed.append(_after_reduction(factor))
     proof.component, proof.cause = listed[0].component, listed[0].cause
     places = {(each.component, each.axes) for each in listed}
     if len(places) == 1 or len(reducing) <= 1:
@@ -185,6 +187,12 @@ def _before_reduction(
     told = f"{NUM_MICROBATCHES}={context.sizes[NUM_MICROBATCHES]}" if counted else "on every rank"
     how = "divided" if factor is not None and abs(factor) < 1 else "multiplied or added again"
     return Candidate("backward", CONSTANT_FACTOR, (), f"{how}, {told}")
+
+
+def _after_reduction(factor: Fraction | None) -> Candidate:
+    """The factor was put on what the reduction returned."""
+    how = "divided" if factor is not None and abs(factor) < 1 else "multiplied or added again"
+    return Candidate("backward", CONSTANT_FACTOR, (), f"{how} after its reduction")
 
 
 def _separate(context: Context, sources: Sequence[Sequence[str]], places: bool) -> str:

@@ -124,7 +124,8 @@ def prove_other_rows(context: Context, item: Compared) -> Proof | None:
         if error_left([piece], item.base, norm, stop_at=limit) <= limit:
             continue
         wrong += 1
-        for other, holder in places:
+        # Its own first: the same rows may have come to several ranks.
+        for other, holder in sorted(places, key=lambda place: place[1] != piece.rank):
             if other == held or not _same_shape(held, other):
                 continue
             left = error_left([piece], Relocated(item.base, held, other), norm, stop_at=limit)

@@ -16,7 +16,7 @@ from paralign.align.explain.factors import (
 from paralign.align.explain.micro_batches import prove_lost_micro_batch
 from paralign.align.explain.missing import prove_absent, prove_zeros
 from paralign.align.explain.placement import prove_misplaced, prove_permuted_rows
-from paralign.align.explain.precision import prove_precision
+from paralign.align.explain.precision import prove_noise, prove_rounded
 from paralign.align.explain.proof import Proof, finding_of
 from paralign.align.explain.replicas import (
     MISSING_REDUCTION,
@@ -44,7 +44,7 @@ HYPOTHESES: tuple[Hypothesis, ...] = (
     prove_misplaced,
     prove_zeros,
     prove_permuted_rows,
-    prove_precision,
+    prove_rounded,
 )
 
 _PATIENCE = 24
@@ -70,6 +70,8 @@ def explain_gradients(context: Context, kind: str, step: int) -> list[Finding]:
     more, unknown = group_proofs(context, unknown, again)
     for key, proven in more.items():
         groups.setdefault(key, []).extend(proven)
+    if not groups:  # what is proven explains small errors around it better than noise does
+        groups, unknown = group_proofs(context, unknown, (prove_noise,))
     if context.upstream:
         more, unknown = group_proofs(context, unknown, (differing_replicas,))
         groups |= more

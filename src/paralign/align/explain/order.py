@@ -19,6 +19,7 @@ from paralign.align.explain.norms import WRONG_NORM, explain_norm
 from paralign.align.explain.optimizer import explain_optimizer
 from paralign.align.explain.output_grads import explain_output_grads
 from paralign.align.explain.outputs import explain_outputs
+from paralign.align.explain.placement import PERMUTED_SHARDS
 from paralign.align.explain.remaps import WRONG_LAYER, explain_remaps
 from paralign.align.explain.replicas import MISSING_REDUCTION
 from paralign.align.explain.shared import one_factor
@@ -98,8 +99,8 @@ def _loss_and_gradients(context: Context, step: int) -> list[Finding]:
     """A loss that no number explains by itself is explained by the gradients, if they are."""
     losses = explain_loss(context, step)
     gradients = explain_gradients(context, Kind.GRAD, step)
-    if not context.upstream and not losses and _are_unknown(gradients):
-        gradients = explain_output_grads(context, step) or gradients
+    if not context.upstream and not losses:
+        gradients = _from_outputs(gradients, explain_output_grads(context, step))
     joined = one_factor(losses, gradients)
     if joined is not None:
         return joined
@@ -112,8 +113,18 @@ def _loss_and_gradients(context: Context, step: int) -> list[Finding]:
     return losses + _not_from_forward(context, gradients)
 
 
-def _are_unknown(findings: list[Finding]) -> bool:
-    return bool(findings) and all(finding.cause == "unknown" for finding in findings)
+def _from_outputs(gradients: list[Finding], outputs: list[Finding]) -> list[Finding]:
+    """Let gradients of module outputs speak where those of parameters do not say what is wrong.
+
+    Slices in another order are so already in the output whose gradient it is: there the axes are
+    those of the exchange, and not of the shards that a parameter is kept in.
+    """
+    known = [finding for finding in gradients if finding.cause != "unknown"]
+    if known and not (
+        known[0].cause == PERMUTED_SHARDS and [f.cause for f in outputs] == [PERMUTED_SHARDS]
+    ):
+        return gradients
+    return outputs or gradients
 
 
 def _not_from_forward(context: Context, gradients: list[Finding]) -> list[Finding]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from paralign.align.explain.calls import prove_other_calls
+from paralign.align.explain.calls import prove_other_calls, prove_other_order
 from paralign.align.explain.candidates import Candidate
 from paralign.align.explain.context import Context
 from paralign.align.explain.forward import DIFFERENT_CONFIG, prove_output, stage_axes
@@ -49,6 +49,7 @@ def explain_outputs(context: Context, step: int) -> list[Finding]:
         if proof is None:
             proof = (
                 prove_other_calls(context, item)
+                or prove_other_order(context, item)
                 or prove_output(context, item)
                 or _differing(context, item)
                 or _by_position(context, item)

@@ -34,21 +34,41 @@ _LEAST_NOISE, _MOST_NOISE = 0.02, 4.0
 
 def prove_precision(context: Context, item: Compared) -> Proof | None:
     """Return the proof that ``item`` was rounded to, or computed in, a narrower dtype."""
+    return prove_rounded(context, item) or prove_noise(context, item)
+
+
+def prove_rounded(context: Context, item: Compared) -> Proof | None:
+    """Return the proof that every element of ``item`` is one that a narrower dtype has."""
     before = item.measured.total.relative
-    component = _COMPONENTS.get(item.moment.kind, "backward")
-    narrow = [dtype for dtype in _NARROW if EPS[dtype] > context.budget.eps * 1.5]
-    for dtype in narrow:
+    for dtype in _narrow(context):
         if before <= UNCALIBRATED_EPS[dtype].value * EPS[dtype] and _is_representable(item, dtype):
-            return _proof(dtype, before / EPS[dtype], True, component)
+            return _proof(dtype, before / EPS[dtype], True, _component(item))
+    return None
+
+
+def prove_noise(context: Context, item: Compared) -> Proof | None:
+    """Say that the error is as large as that of a run in a narrower dtype; a candidate, no proof.
+
+    Any small mistake may be of that size, so this is only asked where nothing else holds.
+    """
+    before = item.measured.total.relative
     if item.moment.kind == Kind.PARAM:
         return None  # nothing computes initial weights, so they carry no noise
     if item.moment.step > min(context.steps) and item.moment.kind != Kind.MOMENT:
         return None  # the step before was right, and a narrow dtype would have shown in it
     for dtype in _NOISY:
         noise = before / EPS[dtype]
-        if dtype in narrow and _LEAST_NOISE <= noise <= _MOST_NOISE:
-            return _proof(dtype, noise, False, component)
+        if dtype in _narrow(context) and _LEAST_NOISE <= noise <= _MOST_NOISE:
+            return _proof(dtype, noise, False, _component(item))
     return None
+
+
+def _narrow(context: Context) -> list[str]:
+    return [dtype for dtype in _NARROW if EPS[dtype] > context.budget.eps * 1.5]
+
+
+def _component(item: Compared) -> str:
+    return _COMPONENTS.get(item.moment.kind, "backward")
 
 
 def _is_representable(item: Compared, dtype: str) -> bool:

@@ -52,7 +52,10 @@ def _finding(context: Context, remap: Remap, axes: list[str]) -> Finding:
         "its own number. Ranks of one stage hold the same layers, whatever their other coordinates."
     )
     if is_order:
+        # They hold each other's parts, so they were mixed up along what they differ in.
+        between = context.mesh.named(context.mesh.axes_of(remap.ranks))
         axes = _cutting_axes(context, remap.tensors[0]) if remap.tensors else []
+        axes = between if between and set(between) <= set(axes) else axes
     return Finding(
         component="weights",
         cause=PERMUTED_SHARDS if is_order else WRONG_LAYER,

@@ -27,8 +27,9 @@ _SAME = 1e-6
 
 def read_weights(context: Context, item: Compared, recipe: Recipe) -> Proof | None:
     """Return the cause that the weights show; None where they show none that is known."""
+    recipe = recipe.of_its_own()
     relative = _relative(recipe)
-    if relative is None:
+    if relative is None or not recipe.labels:
         return None
     for read in (_left_out, _by_tokens, _one_rank, _by_micro_batch):
         proof = read(context, recipe, relative)
