@@ -176,12 +176,15 @@ def find_tokens(
     rows, length = int(tokens.shape[0]), int(tokens.shape[1])
     row_at: list[int] = [PADDING] * rows
     at: list[Tensor | None] = [None] * rows
-    for candidate in _candidates(fed, table, index):
+    candidates = list(_candidates(fed, table, index))
+    # A slice of blanks is found in many places: the row that was told decides over the place, too.
+    for candidate, as_told in [(c, told) for told in (True, False) for c in candidates]:
         open_rows = [row for row in range(rows) if row_at[row] == PADDING]
         if not open_rows:
             break
         for row, found in _match(tokens, candidate, open_rows, table, expected):
-            row_at[row], at[row] = found, candidate[row]
+            if not as_told or found in expected[row : row + 1]:
+                row_at[row], at[row] = found, candidate[row]
     lost = tuple(row for row in range(rows) if row_at[row] == PADDING)
     return Held((rows, length), tuple(_blocks(row_at, at, table.shape[1])), lost)
 
@@ -236,11 +239,9 @@ def _usual(length: int, total: int, index: RankIndex) -> Iterator[list[int]]:
     if length == 0 or total % length:
         return
     degree = total // length
-    own = [
-        index.coordinates[axis]
-        for axis, ranks in index.axes.items()
-        if len(ranks) == degree and axis in index.coordinates
-    ]
+    axes = [a for a, ranks in index.axes.items() if len(ranks) == degree and a in index.coordinates]
+    axes.sort(key=lambda axis: not axis.startswith(("cp", "sp")))  # the likelier to cut sequences
+    own = [index.coordinates[axis] for axis in axes]
     order = list(dict.fromkeys([*own, *range(degree)]))
     for number in order:
         yield list(range(number * length, (number + 1) * length))

@@ -174,7 +174,13 @@ class _Drill:
         return FaultOutcome(fault=fault, report=report, separated_by=told)
 
     def _again(self, fault: Fault, changed: RunConfig) -> Any:
-        """Run one fault on another config, to separate candidates, and judge it."""
+        """Run one fault on another config, to separate candidates, and judge it.
+
+        Raises:
+            ConfigError: The fault has no place there, so the run would say nothing.
+        """
+        if lacks := fault.lacks(changed):
+            raise ConfigError(f"{fault.name} has no place there: it lacks {', '.join(lacks)}")
         self._say(f"{fault.name}: once more with {describe_change(self._config, changed)}")
         with local_folder(None) as folder:
             record_references(changed, self._dtype, folder, self._timeout, self._say)

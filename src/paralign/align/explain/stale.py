@@ -6,6 +6,8 @@ is the last one's; an optimizer that holds other tensors than the model leaves t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from paralign.align.explain.context import Context
 from paralign.align.explain.proof import Mix, Proof, Readable, left_in_all, limit_of, proves
 from paralign.align.judge import Compared
@@ -32,6 +34,16 @@ def prove_stale(context: Context, item: Compared) -> Proof | None:
                 text=f"It is the {item.moment.kind} of step {step}, unchanged. Look for a buffer "
                 "that is not refreshed, or a hook that did not run in this step.",
             )
+    if item.moment.kind == Kind.GRAD:
+        # What a step leaves in the gradients is what the optimizer used: after clipping.
+        return _prove_sum(item, earlier) or _prove_sum(
+            item, _earlier(context, item, Kind.CLIPPED_GRAD)
+        )
+    return _prove_sum(item, earlier)
+
+
+def _prove_sum(item: Compared, earlier: Sequence[tuple[int, Readable]]) -> Proof | None:
+    """Return the proof that ``item`` is the right tensor plus those of earlier steps."""
     total: tuple[tuple[float, Readable], ...] = ((1.0, item.base),)
     steps = []
     for step, source in earlier:
@@ -52,11 +64,16 @@ def prove_stale(context: Context, item: Compared) -> Proof | None:
     return None
 
 
-def _earlier(context: Context, item: Compared) -> list[tuple[int, Readable]]:
-    """Return the same tensor of earlier steps in the reference, the latest first."""
+def _earlier(
+    context: Context, item: Compared, kind: str | None = None
+) -> list[tuple[int, Readable]]:
+    """Return the same tensor (or another kind of it) of earlier steps in the reference.
+
+    The latest first.
+    """
     found: list[tuple[int, Readable]] = []
     for step in sorted((s for s in context.steps if s < item.moment.step), reverse=True):
-        moment = Moment.of(step, item.moment.kind, item.moment.state or None)
+        moment = Moment.of(step, kind or item.moment.kind, item.moment.state or None)
         quantity = context.reference.quantity(moment, item.row.name)
         if quantity is not None and quantity.is_present and not quantity.problems:
             found.append((step, quantity))
