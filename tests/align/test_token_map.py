@@ -72,6 +72,24 @@ def test_rows_are_found_by_content(name: str) -> None:
     check(find_tokens({"tokens": tokens}, table(), on_cp(0)), tokens)
 
 
+def test_a_told_row_decides_between_places_that_read_alike() -> None:
+    """Blanks stand at the start of row 2 and at the end of row 3; cp rank 0 looks first at 0:8."""
+    blank = TABLE.clone()
+    blank[2, :8] = blank[3, 8:] = 7
+    known = TokenTable(blank, {sample: sample for sample in range(len(blank))})
+    fed = {"tokens": blank[3:4, 8:]}
+    assert cells(find_tokens(fed, known, on_cp(0), (3,)))[0][0] == (3, 8)
+    assert cells(find_tokens(fed, known, on_cp(0)))[0][0] == (2, 0)
+
+
+def test_places_are_tried_by_the_axis_that_cuts_sequences() -> None:
+    blank = TABLE.clone()
+    blank[2] = 7  # both halves read alike
+    index = RankIndex(2, 4, "id", coordinates={"pp": 1, "cp": 0}, axes={"pp": [0, 2], "cp": [2, 3]})
+    held = find_tokens({"tokens": blank[2:3, :8]}, table(blank), index)
+    assert cells(held)[0][0] == (2, 0)
+
+
 def test_rows_may_hold_positions_of_their_own_if_they_are_told() -> None:
     places = torch.tensor([[0, 1, 2, 3], [9, 5, 2, 11]])
     tokens = torch.stack([TABLE[3, places[0]], TABLE[0, places[1]]])

@@ -110,3 +110,79 @@ def test_a_second_run_that_says_something_else_decides_nothing(config, second):
     assert judged.findings[0].axes == []
     assert told is not None
     assert "did not" in told
+
+
+STAYS = ("reduction/double_reduction over cp: a", "backward/constant_factor: after its reduction")
+
+
+def factor_two(*candidates) -> Finding:
+    found = finding("double_reduction", ("cp",), *candidates)
+    found.evidence["factor"] = "2"
+    return found
+
+
+def test_a_factor_of_no_axis_stays_when_sizes_change():
+    config = make_config(
+        mesh={"dp_shard": 3, "cp": 2},
+        pipeline={"num_microbatches": 5},
+        batch={"global_batch": 15, "seq_len": 16},
+    )
+    changed = separating_config(config, factor_two(*STAYS))
+    assert changed is not None
+    assert 2 not in (changed.mesh.dp_shard, changed.mesh.cp)
+
+    def stays(changed):
+        second = finding("constant_factor", (), separate_by=None)
+        second.component = "backward"
+        return report(second)
+
+    judged, _ = separate(config, report(factor_two(*STAYS)), stays)
+    (first,) = judged.findings
+    assert (first.component, first.cause, first.axes) == ("backward", "constant_factor", [])
+
+
+def test_a_factor_that_goes_with_its_axis_was_the_axiss():
+    config = make_config(  # with two heads nothing but cp=1 is legal besides cp=2
+        mesh={"cp": 2},
+        model={"num_heads": 2, "num_kv_heads": 2},
+        pipeline={"num_microbatches": 5},
+        batch={"global_batch": 5, "seq_len": 16},
+    )
+    changed = separating_config(config, factor_two(*STAYS))
+    assert changed is not None
+    assert changed.mesh.cp == 1
+
+    def gone(changed):
+        return Report(verdict="aligned", why="", dtype="float64", yardstick="", findings=[])
+
+    judged, told = separate(config, report(factor_two(*STAYS)), gone)
+    (first,) = judged.findings
+    assert (first.cause, first.axes) == ("double_reduction", ["cp"])
+    assert told is not None
+    assert "double_reduction over cp" in told
+
+
+def test_no_product_of_axes_has_the_size_of_a_candidate():
+    """A sixth is pp x dp_shard or dp_shard x cp; dp_shard alone must not be what pp is."""
+    config = make_config(
+        mesh={"pp": 2, "dp_shard": 3, "cp": 2},
+        model={"num_layers": 4},
+        pipeline={"num_microbatches": 5},
+        batch={"global_batch": 15, "seq_len": 16},
+    )
+    listed = (
+        "reduction/constant_factor over pp x dp_shard",
+        "reduction/constant_factor over dp_shard x cp",
+    )
+    found = finding("constant_factor", (), *listed)
+    changed = separating_config(config, found)
+    assert changed is not None
+    mesh = changed.mesh
+    assert mesh.pp != mesh.dp_shard
+    live = [axis for axis in ("dp_shard", "cp") if getattr(mesh, axis) > 1]
+
+    def again(changed):
+        return report(finding("constant_factor", live, separate_by=None))
+
+    judged, _ = separate(config, report(found), again)
+    assert judged.findings[0].axes == ["dp_shard", "cp"]  # also where one of them has one rank

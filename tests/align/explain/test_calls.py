@@ -13,8 +13,10 @@ from tests.align.explain.test_forward import after, output
 LAYERS = ("embed", "layers.0", "layers.1", "norm")
 
 
-def explain(tmp_path: Path, ran: list[str], *, grad_of_layer_0: float = 1.0) -> Finding:
-    """Compare with a run that calls these modules; all outputs after layers.0 are off."""
+def explain(
+    tmp_path: Path, ran: list[str], *, grad_of_layer_0: float = 1.0, wrong: str = "layers.1"
+) -> Finding:
+    """Compare with a run that calls these modules; all outputs from ``wrong`` on are off."""
     scene = Scene(MESH)
     reference = scene.rank()
     reference.inputs = [batch()]
@@ -30,7 +32,8 @@ def explain(tmp_path: Path, ran: list[str], *, grad_of_layer_0: float = 1.0) -> 
         made = {}
         for name in ran:
             value = right[name.partition("#")[0]]
-            made[name] = value if name in LAYERS[:2] else after(value, 0)
+            is_right = LAYERS.index(name.partition("#")[0]) < LAYERS.index(wrong)
+            made[name] = value if is_right else after(value, 0)
         run.outputs = [{n: t[rows, columns].contiguous() for n, t in made.items()}]
         runs.append(run)
     write(tmp_path / "par", runs, MESH)
@@ -56,3 +59,10 @@ def test_a_layer_with_a_gradient_ran_though_it_was_not_recorded(tmp_path: Path, 
     finding = explain(tmp_path, ran)
     assert (finding.component, finding.cause) == ("forward", "unknown")
     assert finding.tensor == "layers.1"
+
+
+def test_layers_in_another_order(tmp_path: Path) -> None:
+    finding = explain(tmp_path, ["embed", "layers.1", "layers.0", "norm"], wrong="layers.0")
+    assert (finding.component, finding.cause) == ("forward", "wrong_layer")
+    assert finding.evidence["module"] == "layers.1"
+    assert finding.evidence["ran_before"] == "layers.0"

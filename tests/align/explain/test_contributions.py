@@ -106,3 +106,14 @@ def test_weights_without_a_meaning_prove_nothing(scene: Scene, tmp_path: Path) -
 
     (finding,) = scene.explain(tmp_path, change)
     assert finding.cause == "unknown"
+
+
+def test_contributions_that_are_multiples_do_not_hide_the_others(scene, tmp_path: Path) -> None:
+    """Two ranks happen to see one token alone, as slices of blanks do: a weight for both is known.
+
+    The last rank is in nobody's sum.
+    """
+    scene.contributions[1][0] = scaled(scene.contributions[0][1], 0.25)
+    finding = explain(scene, tmp_path, lambda r: parts(scene, lambda rank, n: float(rank != 5)))
+    assert (finding.component, finding.cause) == ("reduction", "missing_contribution")
+    assert finding.evidence["ranks"] == [5]

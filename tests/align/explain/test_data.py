@@ -27,11 +27,11 @@ def share(at: tuple[int, ...]) -> Tensors:
     return {name: tensor[rows, columns].clone() for name, tensor in batch().items()}
 
 
-def explain(tmp_path: Path, change):
+def explain(tmp_path: Path, change, whole: Tensors | None = None):
     """Compare with a run whose ranks are fed ``change((dp, cp), right share)``."""
     scene = Scene(MESH)
     reference = scene.rank()
-    reference.inputs = [batch()]
+    reference.inputs = [whole or batch()]
     write(tmp_path / "ref", [reference], {})
     runs: list[Run] = []
     for at in scene.coordinates:
@@ -51,6 +51,23 @@ def test_equal_samples_on_dp(tmp_path: Path) -> None:
     finding = explain(tmp_path, lambda at, fed: share((0, at[1])))
     assert (finding.component, finding.cause) == ("data", "different_data")
     assert finding.axes == ["dp"]
+
+
+def test_slices_that_read_alike_may_be_the_same_samples(tmp_path: Path) -> None:
+    """The second half of all rows is blank, so cp rank 1 cannot say which rows it holds."""
+
+    def blank(fed):
+        fed["tokens"][:, 4:] = 7
+        return fed
+
+    whole = blank(batch())
+
+    def change(at, fed):
+        rows, columns = slice(0, 2), slice(4 * at[1], 4 * at[1] + 4)  # rows 0 and 1 on every rank
+        return {name: tensor[rows, columns].clone() for name, tensor in whole.items()}
+
+    finding = explain(tmp_path, change, whole=whole)
+    assert (finding.cause, finding.axes) == ("different_data", ["dp"])  # and not cp
 
 
 def test_other_samples_on_a_cp_rank(tmp_path: Path) -> None:

@@ -109,3 +109,18 @@ def test_two_causes_are_two_findings(scene: Scene, tmp_path: Path) -> None:
     found = {f.cause: f for f in scene.explain(tmp_path, change)}
     assert set(found) == {"missing_reduction", "constant_factor"}
     assert found["constant_factor"].tensor == "norm.weight"
+
+
+def test_a_small_error_beside_a_proven_cause_is_not_called_noise(
+    scene: Scene, tmp_path: Path
+) -> None:
+    def change(rank, run):
+        grads = scaled(scene.right(), 2.0, "layers.0.w")
+        generator = torch.Generator().manual_seed(3)
+        noise = torch.randn(grads["layers.1.w"].shape, generator=generator, dtype=torch.float64)
+        grads["layers.1.w"] = grads["layers.1.w"] * (1 + 4e-3 * noise)
+        return scene.rank(grads)
+
+    findings = scene.explain(tmp_path, change)
+    assert [finding.cause for finding in findings][1:] == ["unknown"]
+    assert findings[0].tensor == "layers.0.w"

@@ -32,3 +32,24 @@ def test_nothing_is_carried_into_the_first_step(tmp_path: Path) -> None:
     right = toy_step()
     report = judge(tmp_path, [off(1), right], [right, right])
     assert not any("state/stale" in c for f in report.findings for c in f.candidates)
+
+
+def test_gradients_that_were_not_cleared_keep_the_clipped_ones(tmp_path: Path) -> None:
+    def clipped(step: int):
+        tensors = toy_step(step)
+        for (kind, name), value in list(tensors.items()):
+            if kind == Kind.GRAD:
+                tensors[Kind.CLIPPED_GRAD, name] = 0.25 * value
+        return tensors
+
+    right = [clipped(0), clipped(1)]
+    kept = {
+        name: value + right[0][Kind.CLIPPED_GRAD, name]
+        for (kind, name), value in right[1].items()
+        if kind == Kind.GRAD
+    }
+    report = judge(tmp_path, [right[0], with_kind(right[1], Kind.GRAD, **kept)], right)
+    finding = report.findings[0]
+    assert (finding.component, finding.cause) == ("state", "stale")
+    assert finding.evidence["adds_steps"] == [0]
+    assert finding.evidence["eps_after"] < 20 < finding.evidence["eps_before"]
