@@ -63,15 +63,19 @@ class Fed:
         return tuple(at for span in blocks[0].positions for at in range(*span.global_))
 
     def candidates(self, key: Key) -> list[set[int]]:
-        """Return per row of a micro-batch every global row that reads alike where it was found."""
+        """Return per row of a micro-batch every global row that reads alike, there or elsewhere."""
         given = self.inputs[key]["tokens"]
+        length = given.shape[1]
         found: list[set[int]] = [set() for _ in range(len(given))]
+        if length <= self.table.shape[1]:
+            windows = self.table.tokens.unfold(1, length, 1)
+            for row, content in enumerate(given):
+                found[row] |= _rows((windows == content).all(2).any(1))
         for block in self.held[key].blocks:
             inside = [at for span in block.positions for at in range(*span.local)]
             places = [at for span in block.positions for at in range(*span.global_)]
             for row in (row for span in block.rows for row in range(*span.local)):
-                alike = (self.table.tokens[:, places] == given[row, inside]).all(1)
-                found[row] = set(alike.nonzero().flatten().tolist())
+                found[row] |= _rows((self.table.tokens[:, places] == given[row, inside]).all(1))
         return found
 
     def by_rank(self, read: Callable[[Key], tuple[int, ...]]) -> dict[int, tuple[object, ...]]:
@@ -337,6 +341,10 @@ def _differing(context: Context, inputs: Mapping[Key, Inputs], axis: str) -> boo
 
 def _flat(groups: Sequence[object]) -> set[object]:
     return {row for group in groups if isinstance(group, tuple) for row in group}
+
+
+def _rows(chosen: Tensor) -> set[int]:
+    return set(chosen.nonzero().flatten().tolist())
 
 
 def _run(places: Sequence[int]) -> str:
