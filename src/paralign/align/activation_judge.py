@@ -16,7 +16,7 @@ from torch import Tensor
 from paralign.align.activation_pair import Found, StepOutputs
 from paralign.align.budget import Budget
 from paralign.align.judge import Compared
-from paralign.align.measure import Measured, measure, relative_distance
+from paralign.align.measure import Measured, measure
 from paralign.align.pair import Moment, Quantity
 from paralign.align.rows import tensor_row
 from paralign.align.tensor_entry import Kind
@@ -248,8 +248,11 @@ class ActivationJudge:
                 continue
             side, ours, other = placed[0], placed[1], placed[-1]
             base = ours if self.truth is None else other
-            own = relative_distance(ours.quantity, other.quantity) if len(runs) > 2 else None
-            measured = measure(side.quantity, base.quantity)
+            beside = ours if base is other else other
+            measured = measure(
+                side.quantity, base.quantity, other=beside.quantity if len(runs) > 2 else None
+            )
+            own = None if measured.other is None else measured.other.relative
             guess = any(item.is_guess for item in placed)
             yield name, side.quantity, base.quantity, measured, own, guess
         for why, found_names in left.items():

@@ -15,7 +15,6 @@ from paralign.align.measure import (
     are_bitwise_equal,
     count_unequal,
     measure,
-    relative_distance,
 )
 from paralign.align.pair import UPDATE, Moment, Quantity, Side
 from paralign.align.places import PLACEMENT, own_name
@@ -141,23 +140,21 @@ class Judge:
             if _is_discrete(side) and _is_discrete(base):
                 self._compare_discrete(moment, name, side, base)
                 continue
-            yield _Pair(
-                name, side, reference, base, measure(side, base), self._own(moment, name, sides)
-            )
+            measured = measure(side, base, other=self._other(moment, name, reference))
+            yield _Pair(name, side, reference, base, measured, self._own(moment, measured))
 
-    def _own(
-        self, moment: Moment, name: str, sides: tuple[Quantity, Quantity, Quantity]
-    ) -> float | None:
-        """Return how far the reference is from the truth, or from its own second run."""
-        _, reference, base = sides
+    def _other(self, moment: Moment, name: str, reference: Quantity) -> Quantity | None:
+        """Return what is measured against the base beside the parallel run, if anything is."""
         if self._truth is not None:
-            return relative_distance(reference, base)
-        if self._noise is None:
+            return reference
+        return None if self._noise is None else self._noise.quantity(moment, name)
+
+    def _own(self, moment: Moment, measured: Measured) -> float | None:
+        """Return how far the reference is from the truth, or from its own second run."""
+        if measured.other is None:
             return None
-        second = self._noise.quantity(moment, name)
-        assert second is not None, "a comparison is complete"
-        distance = relative_distance(second, reference)
-        if moment.kind == Kind.GRAD:
+        distance = measured.other.relative
+        if self._truth is None and moment.kind == Kind.GRAD:
             self.largest_noise = max(self.largest_noise or 0.0, distance)
         return distance
 

@@ -102,23 +102,33 @@ class Measured:
     """Every element once: of replicas that differ, the part that is furthest off."""
     by_rank: dict[int, Distance] = field(default_factory=dict)
     replicas_differ: bool = False
+    other: Distance | None = None
+    """Error and base of the other quantity that was measured beside it; no more of it."""
 
 
-def measure(side: Quantity, base: Quantity, *, factor: float = 1.0) -> Measured:
+def measure(
+    side: Quantity, base: Quantity, *, other: Quantity | None = None, factor: float = 1.0
+) -> Measured:
     """Measure every piece of ``side`` against ``base``; both must hold their tensor completely.
 
     Args:
         side: The quantity to measure; all its replicas are.
         base: What to measure it against; one replica of it is read.
+        other: A second quantity to measure, which then does not read the base again; one replica.
         factor: Multiplies the base first, to test "it is this factor off".
     """
-    result = Measured()
+    result = Measured(other=None if other is None else Distance())
     scratch = Scratch()
     for pieces in side.replicas.values():
         per_piece = [Distance() for _ in pieces]
-        for box, r, values in _read(pieces, base):
+        for box, r, beside, values in _read(pieces, base, other):
             if factor != 1.0:
                 r = r * factor
+            if beside is not None and result.other is not None:
+                memory = scratch.take(torch.float64, r.numel()).view(box.shape)
+                error = _norm(torch.sub(beside, r, out=memory))
+                result.other.error = math.hypot(result.other.error, error)
+                result.other.base = math.hypot(result.other.base, _norm(r))
             first = values[0]
             distance = compare_parts(first, r, box, per_piece[0].worst, scratch)
             per_piece[0].add(distance)
@@ -134,19 +144,20 @@ def measure(side: Quantity, base: Quantity, *, factor: float = 1.0) -> Measured:
     return result
 
 
-Parts = tuple[Box, Tensor, list[Tensor]]
-"""A box, what the base has there, and what each piece has."""
+Parts = tuple[Box, Tensor, Tensor | None, list[Tensor]]
+"""A box, what the base has there, what the other quantity has, and what each piece has."""
 
 
-def _read(pieces: Sequence[Piece], base: Quantity) -> Iterator[Parts]:
+def _read(pieces: Sequence[Piece], base: Quantity, other: Quantity | None) -> Iterator[Parts]:
     """Read replicas and their base part by part; of large ones the next part while one is used."""
     # Two sets of memory: one is used while the next part is read into the other.
-    sets = itertools.cycle([[Scratch() for _ in range(len(pieces) + 1)] for _ in range(2)])
+    sets = itertools.cycle([[Scratch() for _ in range(len(pieces) + 2)] for _ in range(2)])
     parts = (
         (
             box,
             base.fetch(box, memory[0]),
-            [piece.read(box, own) for piece, own in zip(pieces, memory[1:], strict=True)],
+            None if other is None else other.fetch(box, memory[1]),
+            [piece.read(box, own) for piece, own in zip(pieces, memory[2:], strict=True)],
         )
         for box, memory in zip(_parts(pieces[0]), sets, strict=False)
     )
@@ -160,16 +171,6 @@ def _ahead(parts: Iterator[Parts]) -> Iterator[Parts]:
         while (part := coming.result()) is not None:
             coming = reader.submit(next, parts, None)
             yield part
-
-
-def relative_distance(side: Quantity, base: Quantity) -> float:
-    """Return how far ``side`` is from ``base``, relatively; of replicas one is read."""
-    total = Distance()
-    for pieces in side.replicas.values():
-        for _, r, (x,) in _read(pieces[:1], base):
-            total.error = math.hypot(total.error, _norm(x - r))
-            total.base = math.hypot(total.base, _norm(r))
-    return total.relative
 
 
 def are_bitwise_equal(side: Quantity, base: Quantity) -> bool:

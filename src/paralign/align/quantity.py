@@ -150,7 +150,9 @@ def weighted_sum(terms: Iterable[tuple[float, Tensor]]) -> Tensor:
     """Add up at least one part, each with its weight; one at a time is in memory."""
     total: Tensor | None = None
     for weight, part in terms:
-        part = part if weight == 1.0 else part * weight
-        total = part if total is None else total + part
+        if total is None:
+            total = part if weight == 1.0 else part * weight
+        else:
+            total = torch.add(total, part, alpha=weight)
     assert total is not None, "a sum has at least one term"
     return total
