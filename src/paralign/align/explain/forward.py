@@ -11,6 +11,7 @@ import math
 
 import torch
 
+from paralign.align.explain.candidates import Candidate
 from paralign.align.explain.context import Context
 from paralign.align.explain.factors import prove_factor
 from paralign.align.explain.missing import prove_absent, prove_zeros
@@ -270,14 +271,20 @@ def prove_lost_features(context: Context, item: Compared) -> Proof | None:
             lost = gone if lost is None else lost & gone
     if lost is None or not 0 < int(lost.sum()) < len(lost):
         return None
+    axes = tuple(context.mesh.named(stage_axes(context, item)))
     return Proof(
         "missing_contribution",
         math.nan,
-        tuple(context.mesh.named(stage_axes(context, item))),
+        axes,
         key=("missing_contribution", "features"),
         detail={"features_lost": int(lost.sum()), "features": len(lost)},
         text=f"{int(lost.sum())} of {len(lost)} features are zero at every token: part of what "
         "arrives here was lost. Wait for the receive before the buffer is used.",
+        candidates=(
+            str(Candidate("forward", "missing_contribution", axes, "part of it never came")),
+            str(Candidate("forward", "unknown", axes, "the module itself returns zeros there")),
+        ),
+        separate_by="run again with pp of size 1: what is lost between stages comes",
     )
 
 

@@ -108,6 +108,12 @@ def _differing(context: Context, item: Compared) -> Proof | None:
         detail={"proof": "replicas differ"},
         text=f"Ranks along {over} hold the same tokens but return different values, and it is the "
         f"first module to do so: what each computed of it is not added up over {over}.",
+        candidates=(
+            str(Candidate("forward", MISSING_REDUCTION, spread.axes, "a sum that was left out")),
+            str(Candidate("forward", "rng", spread.axes, "masks that each rank draws by itself")),
+        ),
+        separate_by=f"run again without dropout, and with {over} of size 1: a missing sum goes "
+        "with the axis alone",
     )
 
 
@@ -130,6 +136,11 @@ def _by_position(context: Context, item: Compared) -> Proof | None:
             detail={"positions_off": sum(off), "positions": len(off)},
             text="The last position, which sees all others anyway, is right, and those before it "
             "are not: they see what comes after them. The causal mask does not arrive here.",
+            candidates=(
+                str(Candidate("forward", MASK_OR_POSITIONS, (), "no mask arrives")),
+                str(Candidate("forward", UNKNOWN, (), "something else spares the last position")),
+            ),
+            separate_by="run both again without a mask: if it is what is lost, they agree",
         )
     if cp and not any(off[:share]) and any(off[share:]):
         return Proof(
@@ -139,6 +150,11 @@ def _by_position(context: Context, item: Compared) -> Proof | None:
             detail={"positions_off": sum(off), "positions": len(off)},
             text=f"The first slice over {' x '.join(cp)} is right, those after it are not: they "
             "start again from position 0, or their mask does. Both count in the whole sequence.",
+            candidates=(
+                str(Candidate("forward", MASK_OR_POSITIONS, axes, "they start again on each rank")),
+                str(Candidate("forward", UNKNOWN, axes, "something else spares the first slice")),
+            ),
+            separate_by=f"run again with {' x '.join(cp)} of size 1: what starts again goes",
         )
     if cp and not off[0] and all(off[1:]):
         return Proof(

@@ -279,4 +279,9 @@ def differing_replicas(context: Context, item: Compared) -> Proof | None:
         detail={"proof": "replicas differ"},
         text=f"The replicas over {over} differ, which no reduction over {over} leaves behind: it "
         "is missing, whatever else is wrong before it.",
+        candidates=(
+            str(Candidate("reduction", MISSING_REDUCTION, spread.axes, "it is left out")),
+            str(Candidate("reduction", WRONG_GROUP, spread.axes, "it is taken over other ranks")),
+        ),
+        separate_by="mend what is wrong before it and run again: then their sum tells",
     )
