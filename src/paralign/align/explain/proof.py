@@ -91,7 +91,7 @@ class Proof:
 
     cause: str
     left: float
-    """Relative error that is left after the correction."""
+    """Relative error that is left after the correction; NaN where none was made."""
     axes: tuple[str, ...] = ()
     component: str | None = None
     key: tuple[Any, ...] = ()
@@ -188,7 +188,10 @@ def evidence(item: Compared, left: float | None) -> dict[str, Any]:
     per_eps = row.eps / row.rel_l2 if row.rel_l2 and math.isfinite(row.rel_l2) else None
     if per_eps is None and row.budget_eps and item.tolerance:
         per_eps = row.budget_eps / item.tolerance
-    after = None if left is None or per_eps is None else left * per_eps
+    if left is None or math.isnan(left) or per_eps is None:
+        after = None  # NaN: read from a pattern, no tensor was corrected
+    else:
+        after = left * per_eps
     return {
         "eps_before": row.eps,
         "eps_after": after,
