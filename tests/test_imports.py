@@ -48,7 +48,7 @@ PRIVATE_TORCH = {
 # is to be looked up in that version first.
 IN_TORCH_2_4 = set(
     """
-    Generator Tensor __version__ bool cat dtype empty empty_like equal float64 full int16 int32
+    Generator Tensor __version__ add bool cat dtype empty empty_like equal float64 full int16 int32
     int64 int8 is_grad_enabled isfinite no_grad ones randint stack tensor where zeros
     _C._current_graph_task_id autograd.backward autograd.grad linalg.vector_norm
     distributed.all_gather_object distributed.get_process_group_ranks distributed.get_rank

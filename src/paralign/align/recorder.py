@@ -1,9 +1,8 @@
 """The state of one recording: which step it is, whether its gradients were taken, where they go.
 
 A step begins with ``start`` or with the end of the step before. Its gradients are taken once, at
-the first
-of: ``gradients()``, a clipping call, the entry of ``optimizer.step()``. It ends when every
-optimizer has stepped; the parameters and the optimizer's state are taken then.
+the first of: ``gradients()``, a clipping call, the entry of ``optimizer.step()``. It ends when
+every optimizer has stepped; the parameters and the optimizer's state are taken then.
 """
 
 from __future__ import annotations
@@ -26,6 +25,7 @@ from paralign.align.micro_gradients import MicroGradients
 from paralign.align.names import describe_owners
 from paralign.align.placements import is_dtensor
 from paralign.align.states import describe_optimizer
+from paralign.align.step_gradients import StepGradients
 from paralign.align.trace import Facts, Kind, RankIndex, ScalarEntry
 from paralign.align.trace_writer import TraceWriter, dtype_name
 from paralign.align.watch import StepWatch
@@ -92,15 +92,18 @@ class Recorder:
         self._writer: TraceWriter | None = None
         self._finished = False
         self._step = 0
-        # Of the step in progress: were its gradients taken, which optimizers have stepped.
-        self._captured = False
+        self._gradients = StepGradients(
+            self._pieces,
+            self._forwards,
+            step=lambda: self._step,
+            writer=self._open_writer,
+            optimizers=lambda: (
+                self._stepped if self._optimizers is None else list(self._optimizers)
+            ),
+        )
+        # Of the step in progress: which optimizers have stepped, and whether a norm was reported.
         self._stepped: list[Any] = []
         self._norm_reported = False
-        self._num_backwards = 0
-        self._taken_at: int | None = None
-        """How many forwards there had been when gradients were taken at the entry of a step."""
-        self._norms: list[Tensor | None] | None = None
-        """Of the gradients as they were taken, where clipping may change them afterwards."""
 
     @property
     def disk_bytes(self) -> int:
@@ -247,59 +250,15 @@ class Recorder:
             # Gradients of what has been stepped already: the step before had ended, though some
             # trainable parameters belong to no optimizer. Nothing has changed the parameters since.
             self._end_step()
-        if not self._recording() or "grads" not in self._what:
-            return
-        self._forget_stale_gradients()
-        if self._captured:
-            return
-        if at_step and not self._pieces.have_gradients:
-            return  # a trainer's step(), which computes them itself: taken at its end
-        self._take_gradients()
-        if at_step:
-            self._taken_at = self._forwards.count
-        else:
-            self._norms = self._pieces.norms()
-
-    def _forget_stale_gradients(self) -> None:
-        """Forget gradients taken at the entry of a ``step()`` that then ran the model itself."""
-        if self._taken_at is None or self._forwards.count == self._taken_at:
-            return
-        tensors = self._open_writer().index.tensors
-        tensors[:] = [e for e in tensors if (e.kind, e.step) != (Kind.GRAD, self._step)]
-        self._captured, self._taken_at = False, None
-
-    def _take_gradients(self) -> None:
-        self._captured = True
-        entries = self._pieces.gradients(Kind.GRAD, self._step, self._all_optimizers)
-        self._open_writer().write(f"step{self._step}.grad", entries)
-
-    def _clipped_gradients_in_use(self) -> None:
-        """Take the gradients again if something has changed them since they were taken."""
-        before, self._norms = self._norms, None
-        if not self._recording() or before is None:
-            return
-        after = self._pieces.norms()
-        gone = any(b is not None and a is None for b, a in zip(before, after, strict=True))
-        if gone or _equal(before, after):
-            return
-        entries = self._pieces.gradients(Kind.CLIPPED_GRAD, self._step, self._all_optimizers)
-        self._open_writer().write(f"step{self._step}.clipped_grad", entries)
+        if self._recording() and "grads" in self._what:
+            self._gradients.take(at_step=at_step)
 
     def _micro_batch_ends(self, micro_batch: int, gradients: dict[int, Tensor]) -> None:
         """Write what a backward pass has added, if it belongs to a recorded step."""
         if self._stepped:
             self._end_step()
-        if not self._recording():
-            return
-        entries = self._pieces.micro_gradients(self._step, micro_batch, gradients)
-        label = f"step{self._step}.micro_grad{self._num_backwards}"
-        self._num_backwards += 1
-        self._open_writer().write(label, entries)
-
-    @property
-    def _all_optimizers(self) -> list[Any]:
-        """Optimizers given or seen so far."""
-        return self._stepped if self._optimizers is None else list(self._optimizers)
+        if self._recording():
+            self._gradients.take_micro_batch(micro_batch, gradients)
 
     def _norm_in_use(self, value: Any) -> None:
         if self._recording() and "norm" in self._what and not self._norm_reported:
@@ -357,7 +316,8 @@ class Recorder:
         if any(optimizer is stepped for stepped in self._stepped):
             self._end_step()
         self._gradients_in_use(set(), at_step=True)
-        self._clipped_gradients_in_use()
+        if self._recording():
+            self._gradients.take_clipped()
 
     def _step_ends(self, optimizer: Any) -> None:
         self._stepped.append(optimizer)
@@ -382,10 +342,9 @@ class Recorder:
         writer = self._open_writer()
         if self._recording():
             self._activations.end_step()
-            self._forget_stale_gradients()
-            if "grads" in self._what and not self._captured:
-                self._take_gradients()
-            self._clipped_gradients_in_use()
+            if "grads" in self._what:
+                self._gradients.take_last()
+            self._gradients.take_clipped()
             writer.index.steps.append(self._step)
             if not writer.index.optimizers:
                 names: dict[int, list[str]] = {}
@@ -401,12 +360,9 @@ class Recorder:
             if "params" in self._what:
                 self._write_parameters(Kind.PARAM_AFTER)
         self._step += 1
-        self._captured = False
+        self._gradients.end_step()
         self._stepped = []
         self._norm_reported = False
-        self._norms = None
-        self._taken_at = None
-        self._num_backwards = 0
         self._step_is_next()
         if self._step >= self._stop_at:
             self._finish(writer)
@@ -458,15 +414,3 @@ def _number(value: float | Tensor) -> float:
     if is_dtensor(whole):
         whole = whole.full_tensor()
     return float(whole.detach() if isinstance(whole, Tensor) else whole)
-
-
-def _equal(before: list[Tensor | None], after: list[Tensor | None]) -> bool:
-    """Whether two lists of norms are the same; NaN is the same as NaN."""
-    pairs = list(zip(before, after, strict=True))
-    if any((a is None) != (b is None) for a, b in pairs):
-        return False
-    both = [(a, b) for a, b in pairs if a is not None and b is not None]
-    if not both:
-        return True
-    differ = [(a != b) & ~(a.isnan() & b.isnan()) for a, b in both]
-    return not bool(torch.stack([d.to("cpu") for d in differ]).any())
