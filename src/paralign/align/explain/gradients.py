@@ -70,7 +70,7 @@ def explain_gradients(context: Context, kind: str, step: int) -> list[Finding]:
     more, unknown = group_proofs(context, unknown, again)
     for key, proven in more.items():
         groups.setdefault(key, []).extend(proven)
-    if not groups:  # what is proven explains small errors around it better than noise does
+    if not groups and not context.upstream:  # what is proven explains small errors around it
         groups, unknown = group_proofs(context, unknown, (prove_noise,))
     if context.upstream:
         more, unknown = group_proofs(context, unknown, (differing_replicas,))
