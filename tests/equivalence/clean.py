@@ -16,6 +16,7 @@ import re
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -51,15 +52,11 @@ def studied_cases() -> list[Case]:
 def runs() -> Iterator[tuple[str, RunConfig]]:
     """Yield the name and the config of every run of the study."""
     for seed, depth, dtype, case in itertools.product(SEEDS, DEPTHS, DTYPES, studied_cases()):
-        config = case.config()
-        layers = case.num_layers - case.extra_layers + depth
-        config = config.model_copy(
-            update={
-                "model": config.model.model_copy(update={"num_layers": layers}),
-                "align": config.align.model_copy(update={"dtype": dtype, "seed": seed}),
-            }
-        )
-        yield f"{case.id}-{dtype}-seed{seed}-{layers}layers", config
+        deep = replace(case, extra_layers=depth)
+        config = deep.config()
+        section = config.align.model_copy(update={"dtype": dtype, "seed": seed})
+        name = f"{case.id}-{dtype}-seed{seed}-{deep.num_layers}layers"
+        yield name, config.model_copy(update={"align": section})
 
 
 def summary(report: Report) -> dict[str, Any]:
