@@ -7,6 +7,7 @@ every call.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 
@@ -34,7 +35,7 @@ def prove_other_calls(context: Context, item: Compared) -> Proof | None:
             continue
         return Proof(
             WRONG_LAYER,
-            0.0,
+            math.nan,
             key=(WRONG_LAYER, "calls"),
             detail={"module": name, "calls": made, "calls_in_reference": due},
             text=f"{name} ran {_times(made)} per forward, where the reference runs it "
@@ -56,7 +57,8 @@ def prove_other_order(context: Context, item: Compared) -> Proof | None:
         first: dict[str, int] = {}
         for entry in index.tensors:
             if entry.kind == Kind.OUTPUT and (entry.step, entry.micro_batch) == (step, 0):
-                first.setdefault(_layer_of(entry.name) or "", entry.order or 0)
+                at = _layer_of(entry.name) or ""
+                first[at] = min(first.get(at, entry.order or 0), entry.order or 0)
         begin = first.get(layer or "")
         later = [
             other
@@ -66,7 +68,7 @@ def prove_other_order(context: Context, item: Compared) -> Proof | None:
         if later:
             return Proof(
                 WRONG_LAYER,
-                0.0,
+                math.nan,
                 key=(WRONG_LAYER, "order"),
                 detail={"module": later[0], "ran_before": layer},
                 text=f"{later[0]} ran before {layer} on rank {index.rank}, where the reference "
