@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import Shard
 
 from paralign.align import compare
+from paralign.align.budget import EPS
 from paralign.align.trace import Kind
 from paralign.errors import ConfigError
 from tests.align.judging import MESH, SCHEMAS, check_schema, judge, noisy, row, sharded
@@ -243,6 +244,42 @@ def test_truth_decides_in_low_precision(tmp_path: Path) -> None:
     assert uncalibrated.verdict == "aligned"
     assert "uncalibrated" in uncalibrated.why
     assert row(uncalibrated, "update", "embed.weight").budget_eps is None
+
+
+@pytest.mark.parametrize(("off", "verdict"), [(1.0, "aligned"), (2.0, "misaligned")])
+def test_a_square_may_be_off_by_twice_its_gradients_budget(
+    tmp_path: Path, off: float, verdict: str
+) -> None:
+    """The reference's own square is exact by luck, its gradient is not."""
+
+    def step(grad_eps: float, square_eps: float) -> dict[tuple[str, str], Tensor]:
+        tensors = dict(start)
+        for (kind, name), value in start.items():
+            if kind == Kind.GRAD:
+                generator = torch.Generator().manual_seed(1)
+                noise = torch.randn(value.shape, generator=generator, dtype=torch.float64)
+                noise *= EPS["float32"] * value.norm() / (noise * value).norm()
+                tensors[kind, name] = value * (1 + grad_eps * noise)
+                tensors["moment:exp_avg_sq", name] = (
+                    1e-3 * (value * (1 + square_eps / 2 * noise)).square()
+                )
+        return tensors
+
+    start = {key: value.float().double() for key, value in toy_step().items()}
+    low = {"compute_dtype": "float32"}
+
+    def single(tensors: dict[tuple[str, str], Tensor]) -> dict[tuple[str, str], Tensor]:
+        return {key: value.float() for key, value in tensors.items()}
+
+    write_trace(tmp_path / "truth", [step(0, 0)])
+    write_trace(tmp_path / "ref", [single(step(4, 0))], facts=low)
+    write_trace(tmp_path / "par", [single(step(10, 20 * off))], facts=low)
+    report = compare(tmp_path / "ref", tmp_path / "par", truth=tmp_path / "truth")
+    assert report.verdict == verdict, report.why
+    square = next(r for r in report.tensors if r.state == "exp_avg_sq")
+    grad = row(report, "grad", square.name)
+    assert grad.ok
+    assert square.budget_eps == pytest.approx(2 * grad.budget_eps)
 
 
 def _only(step: dict[tuple[str, str], Tensor], kind: str) -> dict[tuple[str, str], Tensor]:

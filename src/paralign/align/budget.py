@@ -76,6 +76,12 @@ TRUTH_FLOOR = Row(
     "Storing a value and adding one rank's share cost up to an eps each, also where the reference "
     "happens to be exact.",
 )
+SQUARE_FACTOR = Row(
+    "second moment of the first step, as a multiple of its gradient's budget",
+    2.0,
+    "It is a square, so it is off by twice what its gradient is off by. A reference whose own "
+    "square is near the truth by luck would else refuse what it accepts of the gradient.",
+)
 TRUTH_AFTER_FACTOR = Row(
     "multiple of the reference's largest error of a kind, after an optimizer step",
     10.0,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from paralign.align.amplify import amplified_noise
-from paralign.align.budget import EPS, FP64_TENSOR, Budget, Yardstick
+from paralign.align.budget import EPS, FP64_TENSOR, SQUARE_FACTOR, Budget, Yardstick
 from paralign.align.measure import (
     Measured,
     are_bitwise_equal,
@@ -94,6 +94,7 @@ class Judge:
         self._zero_names: set[str] = set()
         self._global_norm: dict[int, float] = {}
         self._parameter_norm: dict[tuple[int, str], tuple[float, float]] = {}
+        self._gradient_tolerance: dict[tuple[int, str], float] = {}
 
     def run(self) -> None:
         """Compare everything; fills the public attributes."""
@@ -301,6 +302,11 @@ class Judge:
         if self._budget.yardstick is Yardstick.FP64:
             after |= moment.kind == Kind.MOMENT
         tolerance = self._budget.tensor(after_step=after, own=pair.own, others=others)
+        if tolerance is not None and moment.kind == Kind.GRAD:
+            self._gradient_tolerance[moment.step, pair.name] = tolerance
+        if tolerance is not None and moment.state == "exp_avg_sq" and not after:
+            gradient = self._gradient_tolerance.get((moment.step, pair.name), 0.0)
+            tolerance = max(tolerance, SQUARE_FACTOR.value * gradient)
         if tolerance is not None and moment.kind == UPDATE:
             parameter, stored = self._parameter_norm.get((moment.step, pair.name), (0.0, 0.0))
             update = pair.measured.total.base
