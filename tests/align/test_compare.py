@@ -279,6 +279,7 @@ def test_a_square_may_be_off_by_twice_its_gradients_budget(
     square = next(r for r in report.tensors if r.state == "exp_avg_sq")
     grad = row(report, "grad", square.name)
     assert grad.ok
+    assert grad.budget_eps is not None
     assert square.budget_eps == pytest.approx(2 * grad.budget_eps)
 
 

@@ -23,13 +23,13 @@ from paralign.align.forward_count import ForwardCount
 from paralign.align.held import HeldParameters
 from paralign.align.micro_gradients import MicroGradients
 from paralign.align.names import describe_owners
-from paralign.align.placements import is_dtensor
 from paralign.align.states import describe_optimizer
 from paralign.align.step_gradients import StepGradients
-from paralign.align.trace import Facts, Kind, RankIndex, ScalarEntry
+from paralign.align.step_scalars import StepScalars, check_loss
+from paralign.align.trace import Facts, Kind, RankIndex
 from paralign.align.trace_writer import TraceWriter, dtype_name
 from paralign.align.watch import StepWatch
-from paralign.errors import ConfigError, TraceError
+from paralign.errors import TraceError
 
 
 class Recorder:
@@ -101,9 +101,9 @@ class Recorder:
                 self._stepped if self._optimizers is None else list(self._optimizers)
             ),
         )
-        # Of the step in progress: which optimizers have stepped, and whether a norm was reported.
+        self._scalars = StepScalars(self._axes, step=lambda: self._step, writer=self._open_writer)
         self._stepped: list[Any] = []
-        self._norm_reported = False
+        """Optimizers that have stepped in the step in progress."""
 
     @property
     def disk_bytes(self) -> int:
@@ -199,24 +199,9 @@ class Recorder:
         Raises:
             ConfigError: A local mean without its tokens, or an unknown reduction or scope.
         """
-        problems = []
-        if reduction not in ("sum", "mean"):
-            problems.append(f"reduction={reduction!r} must be 'sum' or 'mean'")
-        if scope not in ("local", "global"):
-            problems.append(f"scope={scope!r} must be 'local' or 'global'")
-        if scope == "local" and reduction == "mean" and tokens is None:
-            problems.append(
-                "a local mean cannot be added up without its weight. Pass tokens=number of valid "
-                "labels"
-            )
-        if problems:
-            raise ConfigError.from_problems("rec.loss cannot take this", problems)
+        check_loss(tokens, reduction, scope)
         if self._recording() and "loss" in self._what:
-            same = ("tp",) if "tp" in self._axes.groups else ()
-            count = None if tokens is None else int(tokens)
-            self._open_writer().scalar(
-                ScalarEntry("loss", self._step, _number(value), count, reduction, scope, same)
-            )
+            self._scalars.loss(value, tokens, reduction, scope)
 
     def norm(self, value: float | Tensor) -> None:
         """Report the gradient norm of the step in progress.
@@ -225,14 +210,7 @@ class Recorder:
         a stage's own norm, say, before it was summed over the pipeline.
         """
         if self._recording() and "norm" in self._what:
-            scalars = self._open_writer().index.scalars
-            scalars[:] = [
-                entry
-                for entry in scalars
-                if self._norm_reported or (entry.kind, entry.step) != ("norm", self._step)
-            ]
-            self._norm_reported = True
-            scalars.append(ScalarEntry("norm", self._step, _number(value)))
+            self._scalars.norm(value)
 
     def gradients(self) -> None:
         """Take the gradients now; needed only where clipping hides inside another call."""
@@ -261,8 +239,8 @@ class Recorder:
             self._gradients.take_micro_batch(micro_batch, gradients)
 
     def _norm_in_use(self, value: Any) -> None:
-        if self._recording() and "norm" in self._what and not self._norm_reported:
-            self._open_writer().scalar(ScalarEntry("norm", self._step, _number(value)))
+        if self._recording() and "norm" in self._what:
+            self._scalars.norm_in_use(value)
 
     def stop(self) -> None:
         """Detach and complete the trace. A second call does nothing.
@@ -361,8 +339,8 @@ class Recorder:
                 self._write_parameters(Kind.PARAM_AFTER)
         self._step += 1
         self._gradients.end_step()
+        self._scalars.end_step()
         self._stepped = []
-        self._norm_reported = False
         self._step_is_next()
         if self._step >= self._stop_at:
             self._finish(writer)
@@ -407,10 +385,3 @@ class Recorder:
         run = {"compute_dtype": max(dtypes, key=lambda name: dtypes[name]), **self._facts}
         versions = {"torch": str(torch.__version__)}
         return Facts(index.trace_id, self._world_size, index.steps, list(self._what), versions, run)
-
-
-def _number(value: float | Tensor) -> float:
-    whole: Any = value
-    if is_dtensor(whole):
-        whole = whole.full_tensor()
-    return float(whole.detach() if isinstance(whole, Tensor) else whole)

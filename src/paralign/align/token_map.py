@@ -176,15 +176,15 @@ def find_tokens(
     rows, length = int(tokens.shape[0]), int(tokens.shape[1])
     row_at: list[int] = [PADDING] * rows
     at: list[Tensor | None] = [None] * rows
-    candidates = list(_candidates(fed, table, index))
     # A slice of blanks is found in many places: the row that was told decides over the place, too.
-    for candidate, as_told in [(c, told) for told in (True, False) for c in candidates]:
-        open_rows = [row for row in range(rows) if row_at[row] == PADDING]
-        if not open_rows:
-            break
-        for row, found in _match(tokens, candidate, open_rows, table, expected):
-            if not as_told or found in expected[row : row + 1]:
-                row_at[row], at[row] = found, candidate[row]
+    for as_told in (True, False) if expected else (False,):
+        for candidate in _candidates(fed, table, index):
+            open_rows = [row for row in range(rows) if row_at[row] == PADDING]
+            if not open_rows:
+                break
+            for row, found in _match(tokens, candidate, open_rows, table, expected):
+                if not as_told or found == expected[row]:
+                    row_at[row], at[row] = found, candidate[row]
     lost = tuple(row for row in range(rows) if row_at[row] == PADDING)
     return Held((rows, length), tuple(_blocks(row_at, at, table.shape[1])), lost)
 

@@ -70,7 +70,7 @@ def _interrupts_blocked() -> Iterator[None]:
 @contextmanager
 def _server_environment() -> Iterator[None]:
     # A fork server gets this process's sys.path but does not use it for its own imports, so a
-    # paralign found by sys.path alone would not be preloaded.
+    # paralign found by sys.path alone would not be preloaded. preload.py asks for the last one.
     path = os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
     wanted = {"PYTHONPATH": path, "PARALIGN_FORK_SERVER": "1", **patient_threads()}
     saved = {name: os.environ.get(name) for name in wanted}

@@ -18,6 +18,7 @@ from paralign.config.run import RunConfig
 from paralign.errors import ParalignError
 
 if TYPE_CHECKING:
+    from paralign.align.explain.candidates import Candidate
     from paralign.align.verdict import Finding, Report
 
 MICROBATCHES = "num_microbatches"
@@ -185,10 +186,14 @@ def _decide(first: Finding, second: Report, live: Mapping[str, int]) -> Finding 
     found = second.findings[0]
     seen = (found.component, frozenset(found.axes), found.cause)
     right = {
-        (m.component, m.axes, m.cause)
+        frozenset(m.axes): m.axes
         for m in listed
         if (m.component, frozenset(m.axes) & live.keys(), m.cause) == seen
     }
-    if len(right) != 1 or not len(set(meanings(found))) < len(set(listed)):
+    if len(right) != 1 or not _num_places(meanings(found)) < _num_places(listed):
         return None
-    return replace(found, axes=list(right.pop()[1]))
+    return replace(found, axes=list(*right.values()))
+
+
+def _num_places(listed: Sequence[Candidate]) -> int:
+    return len({(m.component, frozenset(m.axes), m.cause) for m in listed})

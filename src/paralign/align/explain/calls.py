@@ -8,16 +8,15 @@ every call.
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
 
 from paralign.align.explain.context import Context
+from paralign.align.explain.placement import WRONG_LAYER
 from paralign.align.explain.proof import Proof
 from paralign.align.judge import Compared
+from paralign.align.numbering import Numbered
 from paralign.align.trace import Kind
 from paralign.align.trace_reader import TraceReader
-
-WRONG_LAYER = "wrong_layer"
 
 
 def prove_other_calls(context: Context, item: Compared) -> Proof | None:
@@ -51,44 +50,30 @@ def prove_other_order(context: Context, item: Compared) -> Proof | None:
     In the first forward alone: whatever the schedule, one micro-batch goes through the layers in
     their order.
     """
-    layer = _layer_of(item.row.name)
-    step = item.moment.step
-    for index in context.trace.ranks if layer is not None else ():
-        first: dict[str, int] = {}
+    own, step = Numbered.of(item.row.name), item.moment.step
+    if own is None:
+        return None
+    for index in context.trace.ranks:
+        first: dict[int, int] = {}  # layer -> place in the order of execution
         for entry in index.tensors:
             if entry.kind == Kind.OUTPUT and (entry.step, entry.micro_batch) == (step, 0):
-                at = _layer_of(entry.name) or ""
-                first[at] = min(first.get(at, entry.order or 0), entry.order or 0)
-        begin = first.get(layer or "")
-        later = [
-            other
-            for other, order in first.items()
-            if begin is not None and order < begin and _comes_after(other, layer or "")
-        ]
+                layer = Numbered.of(entry.name.partition("[")[0])
+                if layer is not None and layer.head == own.head:
+                    place = entry.order or 0
+                    first[layer.number] = min(first.get(layer.number, place), place)
+        begin = first.get(own.number, -1)
+        later = [number for number, place in first.items() if number > own.number and place < begin]
         if later:
+            other = Numbered(own.head, min(later), "").layer
             return Proof(
                 WRONG_LAYER,
                 math.nan,
                 key=(WRONG_LAYER, "order"),
-                detail={"module": later[0], "ran_before": layer},
-                text=f"{later[0]} ran before {layer} on rank {index.rank}, where the reference "
+                detail={"module": other, "ran_before": own.layer},
+                text=f"{other} ran before {own.layer} on rank {index.rank}, where the reference "
                 "runs it after: run the layers of a stage in the order of their numbers.",
             )
     return None
-
-
-def _layer_of(name: str) -> str | None:
-    """Return the part of a module's name up to its first number; None if it has none."""
-    found = re.match(r"(?:[^.\[]+\.)*?\d+(?=\.|\[|$)", name)
-    return None if found is None else found.group()
-
-
-def _comes_after(name: str, other: str) -> bool:
-    """Whether a layer has a higher number in the same list of layers."""
-    (ours, at), (theirs, place) = (
-        (n.rpartition(".")[0], n.rpartition(".")[2]) for n in (name, other)
-    )
-    return ours == theirs and at.isdigit() and place.isdigit() and int(at) > int(place)
 
 
 def calls_per_forward(trace: TraceReader, step: int) -> dict[str, int]:

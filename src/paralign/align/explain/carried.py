@@ -15,21 +15,20 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from paralign.align.explain.context import Context
+from paralign.align.explain.missing import MISSING_CONTRIBUTION
 from paralign.align.explain.options import options_of
+from paralign.align.explain.placement import WRONG_LAYER
 from paralign.align.explain.proof import Mix, Proof, Readable, left_in_all, limit_of, proves
+from paralign.align.explain.stale import STALE, whole_quantity
 from paralign.align.judge import Compared
-from paralign.align.pair import Moment, Quantity, Side
+from paralign.align.pair import Moment, Quantity
 from paralign.align.trace import Kind
-
-MISSING_CONTRIBUTION = "missing_contribution"
-STALE = "stale"
-WRONG_LAYER = "wrong_layer"
 
 
 def prove_other_past(context: Context, item: Compared) -> Proof | None:
     """Return the proof that a moment was made from another one than the last step left."""
     step, state, name = item.moment.step, item.moment.state, item.row.name
-    before = _moment(context.reference, step - 1, state, name)
+    before = _left_by(context, step - 1, state, name)
     beta = _beta(options_of(context, name), state)
     if before is None or not beta or limit_of(item) is None:
         return None
@@ -58,7 +57,7 @@ def _pasts(context: Context, item: Compared) -> Iterator[tuple[Quantity | None, 
     for other in context.judged(item.moment.kind, step):
         if other.moment.state != state or other is item or other.base.shape != item.base.shape:
             continue
-        past = _moment(context.reference, step - 1, state, other.row.name)
+        past = _left_by(context, step - 1, state, other.row.name)
         if past is not None:
             yield (
                 past,
@@ -70,7 +69,7 @@ def _pasts(context: Context, item: Compared) -> Iterator[tuple[Quantity | None, 
                 ),
             )
     for earlier in sorted((s for s in context.steps if s < step - 1), reverse=True):
-        past = _moment(context.reference, earlier, state, name)
+        past = _left_by(context, earlier, state, name)
         if past is not None:
             yield (
                 past,
@@ -88,7 +87,7 @@ def _proof(cause: str, text: str, *, of: str) -> Proof:
     return Proof(cause, 0.0, component="state", key=key, detail={"before": of}, text=text)
 
 
-def _beta(options: Mapping[str, Any], state: str | None) -> float | None:
+def _beta(options: Mapping[str, Any], state: str) -> float | None:
     """Return how much of the last step's moment the optimizer keeps."""
     betas = options.get("betas")
     if state in ("exp_avg", "exp_avg_sq") and isinstance(betas, list | tuple):
@@ -97,8 +96,6 @@ def _beta(options: Mapping[str, Any], state: str | None) -> float | None:
     return float(momentum) if state == "momentum_buffer" and momentum else None
 
 
-def _moment(side: Side, step: int, state: str | None, name: str) -> Quantity | None:
-    quantity = side.quantity(Moment.of(step, Kind.MOMENT, state or None), name)
-    if quantity is None or not quantity.is_present or quantity.problems:
-        return None
-    return quantity
+def _left_by(context: Context, step: int, state: str, name: str) -> Quantity | None:
+    """Return the state that a step of the reference left."""
+    return whole_quantity(context.reference, Moment.of(step, Kind.MOMENT, state), name)

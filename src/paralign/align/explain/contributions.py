@@ -256,6 +256,9 @@ def _spread(
     result = [0.0] * total
     for weight, group in zip(weights, members, strict=True):
         whole = sum(member.ratio for member in group)
+        if abs(whole) <= _MULTIPLE:  # they cancel: together they have no weight to share
+            result[group[0].index] = weight
+            continue
         for member in group:
             result[member.index] = weight / whole
     return tuple(result)

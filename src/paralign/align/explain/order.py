@@ -100,7 +100,7 @@ def _loss_and_gradients(context: Context, step: int) -> list[Finding]:
     losses = explain_loss(context, step)
     gradients = explain_gradients(context, Kind.GRAD, step)
     if not context.upstream and not losses:
-        gradients = _from_outputs(gradients, explain_output_grads(context, step))
+        gradients = _from_outputs(context, step, gradients)
     joined = one_factor(losses, gradients)
     if joined is not None:
         return joined
@@ -113,16 +113,17 @@ def _loss_and_gradients(context: Context, step: int) -> list[Finding]:
     return losses + _not_from_forward(context, gradients)
 
 
-def _from_outputs(gradients: list[Finding], outputs: list[Finding]) -> list[Finding]:
+def _from_outputs(context: Context, step: int, gradients: list[Finding]) -> list[Finding]:
     """Let gradients of module outputs speak where those of parameters do not say what is wrong.
 
     Slices in another order are so already in the output whose gradient it is: there the axes are
     those of the exchange, and not of the shards that a parameter is kept in.
     """
-    known = [finding for finding in gradients if finding.cause != "unknown"]
-    if known and not (
-        known[0].cause == PERMUTED_SHARDS and [f.cause for f in outputs] == [PERMUTED_SHARDS]
-    ):
+    known = [finding.cause for finding in gradients if finding.cause != "unknown"]
+    if known and known[0] != PERMUTED_SHARDS:
+        return gradients
+    outputs = explain_output_grads(context, step)
+    if known and [finding.cause for finding in outputs] != [PERMUTED_SHARDS]:
         return gradients
     return outputs or gradients
 

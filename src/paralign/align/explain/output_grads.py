@@ -14,7 +14,7 @@ from paralign.align.explain.factors import prove_factor
 from paralign.align.explain.forward import prove_other_rows, prove_permuted_features
 from paralign.align.explain.missing import prove_absent, prove_zeros
 from paralign.align.explain.positions import error_by_position
-from paralign.align.explain.precision import prove_precision
+from paralign.align.explain.precision import prove_noise, prove_rounded
 from paralign.align.explain.proof import Proof, evidence, finding_of
 from paralign.align.explain.replicas import MISSING_REDUCTION, prove_missing_reduction
 from paralign.align.explain.single import on_one_rank, single_finding
@@ -36,9 +36,10 @@ def explain_output_grads(context: Context, step: int) -> list[Finding]:
         prove_missing_reduction,
         prove_other_rows,
         prove_permuted_features,
-        prove_precision,
+        prove_rounded,
         prove_zeros,
         prove_own_slice,
+        prove_noise,
     ):
         proof = hypothesis(context, first)
         if proof is None:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from paralign.align.explain.context import Context
 from paralign.align.explain.proof import Mix, Proof, Readable, left_in_all, limit_of, proves
 from paralign.align.judge import Compared
-from paralign.align.pair import Moment
+from paralign.align.pair import Moment, Quantity, Side
 from paralign.align.trace import Kind
 
 STALE = "stale"
@@ -74,9 +74,17 @@ def _earlier(
     found: list[tuple[int, Readable]] = []
     for step in sorted((s for s in context.steps if s < item.moment.step), reverse=True):
         moment = Moment.of(step, kind or item.moment.kind, item.moment.state or None)
-        quantity = context.reference.quantity(moment, item.row.name)
-        if quantity is not None and quantity.is_present and not quantity.problems:
+        quantity = whole_quantity(context.reference, moment, item.row.name)
+        if quantity is not None:
             found.append((step, quantity))
     if item.moment.kind == Kind.GRAD and len(found) > 1:
         return found[:4]  # accumulation over more steps than this shows at the second one already
     return found
+
+
+def whole_quantity(side: Side, moment: Moment, name: str) -> Quantity | None:
+    """Return a tensor of a run; None if it was not recorded, or not all of it."""
+    quantity = side.quantity(moment, name)
+    if quantity is None or not quantity.is_present or quantity.problems:
+        return None
+    return quantity
