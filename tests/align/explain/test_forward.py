@@ -46,6 +46,10 @@ def dropped(x: Tensor) -> Tensor:
     return x * mask / 0.9
 
 
+def per_token(x: Tensor) -> Tensor:
+    return x * (1 + 0.1 * torch.arange(8).double())[None, :, None]
+
+
 def after(x: Tensor, first: int, last: int | None = None) -> Tensor:
     """Return ``x`` with everything wrong from one position to another."""
     noise = torch.rand(x.shape, generator=torch.Generator().manual_seed(6), dtype=x.dtype)
@@ -60,7 +64,7 @@ def after(x: Tensor, first: int, last: int | None = None) -> Tensor:
         (lambda x: 2 * x, "constant_factor", []),
         (lambda x: x.bfloat16().double(), "precision", []),
         (dropped, "rng", []),
-        (lambda x: x * (1 + 0.1 * torch.arange(8).double())[None, :, None], "different_config", []),
+        (per_token, "different_config", []),
         (lambda x: x.flip(2), "permuted_shards", ["cp"]),
         (lambda x: output(3), "wrong_layer", []),
         (lambda x: after(x, 4), "mask_or_positions", ["cp"]),
@@ -73,3 +77,73 @@ def after(x: Tensor, first: int, last: int | None = None) -> Tensor:
 def test_the_first_output_that_is_off(tmp_path: Path, change, cause: str, axes: list[str]) -> None:
     finding = explain(tmp_path, change)
     assert (finding.cause, finding.axes) == (cause, axes)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "cause", "axes"),
+    [
+        ("b", lambda x: after(x, 0), "unknown", ["pp"]),
+        ("c", lambda x: after(x, 0), "unknown", []),
+        ("b", lambda x: 2 * x, "constant_factor", ["pp"]),
+        ("b", per_token, "different_config", []),  # whatever was sent to it
+    ],
+)
+def test_the_first_output_of_a_later_stage_points_at_what_was_sent(
+    tmp_path: Path, name: str, change, cause: str, axes: list[str]
+) -> None:
+    scene = Scene({"pp": 2})
+    right = {"a": output(1), "b": output(2), "c": output(3)}
+    made = {**right, name: change(right[name])}
+    reference, *runs = scene.rank(), scene.rank(), scene.rank()
+    reference.inputs, reference.outputs = [batch()], [right]
+    runs[0].inputs = [batch()]
+    for run, names in zip(runs, ("a", "bc"), strict=True):
+        run.outputs = [{n: made[n] for n in names}]
+        run.loss += 0.1  # so that what differs is not without effect
+    write(tmp_path / "ref", [reference], {})
+    write(tmp_path / "par", runs, scene.mesh)
+    finding = compare(tmp_path / "ref", tmp_path / "par", allow_skipped=True).findings[0]
+    assert (finding.tensor, finding.cause, finding.axes) == (name, cause, axes)
+
+
+@pytest.mark.parametrize(("alike", "cause"), [(True, "stale"), (False, "permuted_shards")])
+def test_rows_of_an_own_micro_batch_are_not_taken_for_another_ranks(
+    tmp_path: Path, alike: bool, cause: str
+) -> None:
+    """dp rank 1 returns row 3 for row 2, or row 0, which is rank 0's; row 0 may be equal to row 3.
+
+    A sample that comes twice in a batch gives the same output on two ranks.
+    """
+    scene = Scene({"dp": 2})
+    right = output(2)
+    if alike:
+        right[0] = right[3]
+    made = right.clone()
+    made[2] = right[0]
+    reference = scene.rank()
+    reference.inputs, reference.outputs = [batch()], [{"b": right}]
+    runs = [scene.rank(Scene({"dp": 2}, seed=5).right()) for _ in range(2)]
+    for rank, run in enumerate(runs):
+        rows = [slice(row, row + 1) for row in (2 * rank, 2 * rank + 1)]
+        run.inputs = [{name: t[row].clone() for name, t in batch().items()} for row in rows]
+        run.outputs = [{"b": made[row].contiguous()} for row in rows]
+    write(tmp_path / "ref", [reference], {})
+    write(tmp_path / "par", runs, scene.mesh)
+    finding = compare(tmp_path / "ref", tmp_path / "par", allow_skipped=True).findings[0]
+    assert (finding.component, finding.cause) == ("forward", cause)
+
+
+def test_one_rank_that_differs_where_others_run_the_same_module(tmp_path: Path) -> None:
+    scene = Scene({"dp": 2})
+    reference = scene.rank()
+    reference.inputs, reference.outputs = [batch()], [{"b": output(2)}]
+    runs = [scene.rank(Scene({"dp": 2}, seed=5).right()) for _ in range(2)]
+    for rank, (run, made) in enumerate(zip(runs, (output(2), after(output(2), 0)), strict=True)):
+        rows = slice(2 * rank, 2 * rank + 2)
+        run.inputs = [{name: tensor[rows].clone() for name, tensor in batch().items()}]
+        run.outputs = [{"b": made[rows].contiguous()}]
+    write(tmp_path / "ref", [reference], {})
+    write(tmp_path / "par", runs, scene.mesh)
+    finding = compare(tmp_path / "ref", tmp_path / "par", allow_skipped=True).findings[0]
+    assert (finding.component, finding.cause) == ("forward", "single_rank")
+    assert finding.evidence["ranks"] == [1]

@@ -25,7 +25,7 @@ from paralign.align.explain.replicas import (
     prove_missing_reduction,
     spread_of,
 )
-from paralign.align.explain.single import on_one_rank, single_finding
+from paralign.align.explain.single import on_one_rank, only_rank, single_finding
 from paralign.align.inspect.feed import role_of
 from paralign.align.judge import Compared
 from paralign.align.trace import Kind
@@ -189,6 +189,6 @@ def _finding(context: Context, item: Compared, proof: Proof | None) -> Finding:
         "ranks agree with each other. Compare what this module does with its inputs. (With "
         "--model it is run again on the reference's.)",
     )
-    if row.ranks_off and len(row.ranks_off) == 1 and context.trace.world_size > 1:
+    if only_rank(context, [item]) is not None:
         finding.cause = "single_rank"
     return finding
