@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from paralign.align import Report, compare
 from paralign.align.tensor_entry import Kind
 from paralign.align.verdict import TensorRow
+from tests.align.explain.scene import Scene, write
+from tests.align.explain.test_data import batch
 from tests.align.judging import check_schema
 from tests.align.nets import build, train
 from tests.align.toys import batches
@@ -150,3 +152,20 @@ def test_nan_is_out_of_budget(tmp_path: Path) -> None:
     found = rows(report, Kind.OUTPUT)
     assert found["blocks.1[0]"].ok
     assert not found["norm"].ok
+
+
+def test_dims_of_equal_size_are_told_apart_by_the_other_run(tmp_path: Path) -> None:
+    """A slice over cp has as many positions as there are heads; the whole sequence has more."""
+    scene = Scene({"cp": 2})
+    generator = torch.Generator().manual_seed(1)
+    rows_heads_positions = torch.randn(4, 4, 8, 3, generator=generator, dtype=torch.float64)
+    reference, runs = scene.rank(), [scene.rank(), scene.rank()]
+    reference.inputs, reference.outputs = [batch()], [{"core": rows_heads_positions}]
+    for rank, run in enumerate(runs):
+        columns = slice(4 * rank, 4 * rank + 4)
+        run.inputs = [{name: tensor[:, columns].clone() for name, tensor in batch().items()}]
+        run.outputs = [{"core": rows_heads_positions[:, :, columns].contiguous()}]
+    write(tmp_path / "ref", [reference], {}, token_dims=None)
+    write(tmp_path / "par", runs, scene.mesh, token_dims=None)
+    core = rows(judged(tmp_path), Kind.OUTPUT)["core"]
+    assert (core.rel_l2, core.budget_eps) == (0.0, 100)

@@ -141,6 +141,15 @@ def test_a_factor_of_no_axis_stays_when_sizes_change():
     assert (first.component, first.cause, first.axes) == ("backward", "constant_factor", [])
 
 
+def test_an_axis_that_has_the_size_of_a_factor_that_stays_decides_nothing():
+    config = make_config(  # whatever cp becomes, 2 is still what dp_shard is
+        mesh={"dp_shard": 2, "cp": 2},
+        pipeline={"num_microbatches": 5},
+        batch={"global_batch": 10, "seq_len": 16},
+    )
+    assert separating_config(config, factor_two(*STAYS)) is None
+
+
 def test_a_factor_that_goes_with_its_axis_was_the_axiss():
     config = make_config(  # with two heads nothing but cp=1 is legal besides cp=2
         mesh={"cp": 2},

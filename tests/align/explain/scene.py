@@ -169,8 +169,12 @@ def write(
     facts: Mapping[str, Any] | None = None,
     optimizer: Mapping[str, Any] | None = None,
     pp_stage: Callable[[str], int] | None = None,
+    token_dims: tuple[int, int] | None = (0, 1),
 ) -> None:
-    """Write a trace of one step; ``runs`` are its ranks."""
+    """Write a trace of one step; ``runs`` are its ranks.
+
+    ``token_dims`` are those of all outputs; None leaves them to be found by their sizes.
+    """
     prepare_folder(directory, rank=0, clear_all=True)
     sizes = list(mesh.values())
     coordinates = list(itertools.product(*(range(n) for n in sizes)))
@@ -237,7 +241,8 @@ def write(
                 items = []
                 for order, (n, t) in enumerate(tensors.items()):
                     module, _, call = n.partition("#")
-                    more = {"micro_batch": number, "token_dims": (0, 1), "call": int(call or 0)}
+                    dims = (0, 1) if kind == Kind.INPUT else token_dims
+                    more = {"micro_batch": number, "token_dims": dims, "call": int(call or 0)}
                     items.append(entry(kind, module, t, (), order=order, **more))
                 writer.write(f"step0.{kind}{number}", items)
         writer.scalar(ScalarEntry("loss", 0, run.loss, run.tokens))

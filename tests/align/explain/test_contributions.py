@@ -108,12 +108,15 @@ def test_weights_without_a_meaning_prove_nothing(scene: Scene, tmp_path: Path) -
     assert finding.cause == "unknown"
 
 
-def test_contributions_that_are_multiples_do_not_hide_the_others(scene, tmp_path: Path) -> None:
+@pytest.mark.parametrize("lost", [5, 1])
+def test_contributions_that_are_multiples_do_not_hide_the_others(
+    scene: Scene, tmp_path: Path, lost: int
+) -> None:
     """Two ranks happen to see one token alone, as slices of blanks do: a weight for both is known.
 
-    The last rank is in nobody's sum.
+    One rank is in nobody's sum; if it is one of the two, its other contributions tell.
     """
     scene.contributions[1][0] = scaled(scene.contributions[0][1], 0.25)
-    finding = explain(scene, tmp_path, lambda r: parts(scene, lambda rank, n: float(rank != 5)))
+    finding = explain(scene, tmp_path, lambda r: parts(scene, lambda rank, n: float(rank != lost)))
     assert (finding.component, finding.cause) == ("reduction", "missing_contribution")
-    assert finding.evidence["ranks"] == [5]
+    assert finding.evidence["ranks"] == [lost]

@@ -31,13 +31,13 @@ def explain(tmp_path: Path, change, whole: Tensors | None = None):
     """Compare with a run whose ranks are fed ``change((dp, cp), right share)``."""
     scene = Scene(MESH)
     reference = scene.rank()
-    reference.inputs = [whole or batch()]
+    reference.inputs, reference.tokens = [whole or batch()], ROWS * LENGTH
     write(tmp_path / "ref", [reference], {})
     runs: list[Run] = []
     for at in scene.coordinates:
         # Other inputs give other gradients; what they are is not the point here.
         run = scene.rank(Scene(MESH, seed=5).right())
-        run.inputs = [change(at, share(at))]
+        run.inputs, run.tokens = [change(at, share(at))], ROWS * LENGTH
         runs.append(run)
     write(tmp_path / "par", runs, MESH)
     return compare(tmp_path / "ref", tmp_path / "par", allow_skipped=True).findings[0]
@@ -53,14 +53,15 @@ def test_equal_samples_on_dp(tmp_path: Path) -> None:
     assert finding.axes == ["dp"]
 
 
+def blank_second_halves() -> Tensors:
+    """Return a batch of which cp rank 1 cannot say which rows it holds."""
+    whole = batch()
+    whole["tokens"][:, 4:] = whole["labels"][:, 3:] = 7
+    return whole
+
+
 def test_slices_that_read_alike_may_be_the_same_samples(tmp_path: Path) -> None:
-    """The second half of all rows is blank, so cp rank 1 cannot say which rows it holds."""
-
-    def blank(fed):
-        fed["tokens"][:, 4:] = 7
-        return fed
-
-    whole = blank(batch())
+    whole = blank_second_halves()
 
     def change(at, fed):
         rows, columns = slice(0, 2), slice(4 * at[1], 4 * at[1] + 4)  # rows 0 and 1 on every rank
@@ -68,6 +69,19 @@ def test_slices_that_read_alike_may_be_the_same_samples(tmp_path: Path) -> None:
 
     finding = explain(tmp_path, change, whole=whole)
     assert (finding.cause, finding.axes) == ("different_data", ["dp"])  # and not cp
+
+
+def test_slices_that_read_alike_are_not_held_against_right_rows(tmp_path: Path) -> None:
+    """Rows 0 and 2 end alike, and cp rank 1 alone cannot say which of them it holds."""
+    whole = batch()
+    whole["tokens"][[0, 2], 4:] = whole["labels"][[0, 2], 3:] = 7
+
+    def right(at, fed):
+        rows, columns = [[1, 0], [2, 3]][at[0]], slice(4 * at[1], 4 * at[1] + 4)
+        return {name: tensor[rows, columns].clone() for name, tensor in whole.items()}
+
+    finding = explain(tmp_path, right, whole=whole)
+    assert finding.component == "backward"  # where the gradients are made other ones
 
 
 def test_other_samples_on_a_cp_rank(tmp_path: Path) -> None:

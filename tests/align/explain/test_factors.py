@@ -5,8 +5,13 @@ from pathlib import Path
 
 import pytest
 
+from paralign.align import compare
 from paralign.align.explain.candidates import names_cause, names_place
+from paralign.align.trace import Kind
 from tests.align.explain.scene import Scene, scaled
+from tests.align.synthetic import toy_step, with_kind, write_trace
+
+NAME = "embed.weight"
 
 
 def test_a_factor_on_all_gradients(tmp_path: Path) -> None:
@@ -72,6 +77,33 @@ def test_contributions_tell_a_double_sum_from_a_wrong_loss(tmp_path: Path) -> No
     (finding,) = scene.explain(tmp_path, too_large)
     assert (finding.component, finding.cause) == ("backward", "constant_factor")
     assert finding.candidates == []
+
+
+def test_a_factor_of_some_gradients_may_come_after_a_right_sum(tmp_path: Path) -> None:
+    """Contributions that add up leave two places: the reduction, and what is done with its sum."""
+    scene = Scene({"dp": 2, "cp": 3})
+
+    def change(rank, run):
+        changed = scene.rank(scaled(scene.right(), 2, "layers.0.w"))
+        changed.micro = scene.contributions[rank]
+        return changed
+
+    (finding,) = scene.explain(tmp_path, change)
+    assert (finding.cause, finding.axes) == ("double_reduction", ["dp"])
+    assert names_cause(finding, "backward", [], "constant_factor")
+    assert any("after its reduction" in candidate for candidate in finding.candidates)
+
+
+def test_a_parameter_with_two_names_is_reduced_over_pp(tmp_path: Path) -> None:
+    """A stage knows one name of it; the reference, which has both, tells that they are one."""
+    right = toy_step()
+    twice = with_kind(right, Kind.GRAD, **{NAME: 2 * right[Kind.GRAD, NAME]})
+    for aliases in ({}, {NAME: ("head.weight",)}):
+        write_trace(tmp_path / "ref", [right], aliases=aliases)
+        write_trace(tmp_path / "par", [twice], mesh={"pp": 2})
+        (finding, *_) = compare(tmp_path / "ref", tmp_path / "par").findings
+        assert finding.tensor == NAME
+        assert names_place(finding, "reduction", ["pp"]) is bool(aliases)
 
 
 def test_the_loss_is_what_is_scaled_if_it_has_the_factor_too(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from paralign.align import compare
 from paralign.align.verdict import Finding
-from tests.align.explain.scene import Run, Scene, write
+from tests.align.explain.scene import Run, Scene, Tensors, scaled, write
 from tests.align.explain.test_data import MESH, batch, share
 from tests.align.explain.test_forward import after, output
 
@@ -15,8 +15,11 @@ from tests.align.explain.test_forward import after, output
 GRADS = ("attention.core", "attention.wv", "attention.wq", "norm")
 
 
-def explain(tmp_path: Path, **changed: Tensor) -> Finding:
-    """Compare with a run whose outputs are right, and whose gradients of these outputs are not."""
+def explain(tmp_path: Path, parameters: Tensors | None = None, /, **changed: Tensor) -> Finding:
+    """Compare with a run whose outputs are right, and whose gradients of these outputs are not.
+
+    The gradients of its parameters are ``parameters``, or off in no way that has a name.
+    """
     scene = Scene(MESH)
     right = {name: output(number) for number, name in enumerate(GRADS)}
     reference = scene.rank()
@@ -26,7 +29,7 @@ def explain(tmp_path: Path, **changed: Tensor) -> Finding:
     runs: list[Run] = []
     made = right | {name.replace("_", "."): value for name, value in changed.items()}
     for at in scene.coordinates:
-        run = scene.rank(Scene(MESH, seed=5).right())
+        run = scene.rank(Scene(MESH, seed=5).right() if parameters is None else parameters)
         rows, columns = slice(2 * at[0], 2 * at[0] + 2), slice(4 * at[1], 4 * at[1] + 4)
         run.inputs, run.outputs = [share(at)], [{"x": output(9)[rows, columns].contiguous()}]
         run.output_grads = [{n: t[rows, columns].contiguous() for n, t in made.items()}]
@@ -68,3 +71,26 @@ def test_a_slice_of_everything_around_it_is_not_the_keys(tmp_path: Path) -> None
 def test_the_first_in_the_backward_names_the_module(tmp_path: Path, change, cause: str) -> None:
     finding = explain(tmp_path, attention_wq=change(output(2)), norm=after(output(3), 0))
     assert (finding.component, finding.cause, finding.tensor) == ("backward", cause, "attention.wq")
+
+
+def rows_turned_round() -> Tensors:
+    grads = Scene(MESH).right()
+    return {**grads, "layers.0.w": grads["layers.0.w"].flip(0)}
+
+
+def test_an_order_is_told_where_it_arose(tmp_path: Path) -> None:
+    """The axes are those of the exchange; no axis cuts the parameter whose rows it turned round."""
+    finding = explain(tmp_path, rows_turned_round(), attention_wq=output(2).flip(2))
+    assert (finding.cause, finding.tensor) == ("permuted_shards", "attention.wq")
+    assert finding.axes == ["cp"]
+
+
+def test_an_order_of_rows_alone_stays_with_the_parameter(tmp_path: Path) -> None:
+    finding = explain(tmp_path, rows_turned_round(), attention_wq=after(output(2), 0))
+    assert (finding.cause, finding.tensor) == ("permuted_shards", "layers.0.w")
+
+
+def test_gradients_that_say_what_is_wrong_are_asked_first(tmp_path: Path) -> None:
+    finding = explain(tmp_path, scaled(Scene(MESH).right(), 3.0), attention_wq=output(2).flip(2))
+    assert finding.cause == "constant_factor"
+    assert finding.evidence["tensors"] == 4
