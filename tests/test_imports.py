@@ -35,6 +35,7 @@ ALONE = {"align": {"errors", "layout"}, "launch": {"errors", "requirements"}}
 # Files of parallel/ know nothing of each other, except those that make up one axis.
 AXES = [
     {"context", "context_"},
+    {"tensor", "tensor_"},
     {"pipeline", "stage", "stages", "support", "tied", "gradients"},
 ]
 

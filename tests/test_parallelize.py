@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from paralign.blueprint import Blueprint
 from paralign.config.run import RunConfig
-from paralign.errors import ConfigError, MeshError, ScheduleError
+from paralign.errors import ConfigError, ScheduleError
 from paralign.mesh import Degrees, build_mesh
 from paralign.parallel.data import FSDP, Precision
 from paralign.parallel.pipeline import Pipeline
@@ -70,12 +70,6 @@ def test_a_refused_plan_names_the_mesh_and_lists_every_reason():
     title, *bullets = str(caught.value).split("\n  - ")
     assert title == ("the plan is refused on pp=4 dp_replicate=1 dp_shard=1 cp=1 tp=1 ep=1:")
     assert [b.split(" ")[0] for b in bullets] == ["num_layers=4", "reshard_after_forward=true:"]
-
-
-def test_tensor_parallelism_is_refused():
-    with pytest.raises(MeshError) as caught:
-        resolve(Degrees(tp=2), Pipeline("GPipe"))
-    assert str(caught.value) == "tp=2 is not supported in this version. Use tp=1."
 
 
 def test_every_parameter_has_the_stage_of_its_piece():

@@ -11,6 +11,7 @@ Labels are shifted on the whole sequence, before it is cut, and positions travel
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -53,6 +54,7 @@ def shard_batch(
     rank: int,
     num_microbatches: int,
     load_balance: bool = False,
+    stream_parts: int = 1,
 ) -> LocalBatch:
     """Cut this rank's share out of a global batch.
 
@@ -60,7 +62,15 @@ def shard_batch(
         global_batch: ``tokens`` ``[B, S]`` integers, and optionally ``labels`` ``[B, S]``, already
             shifted: ``labels[:, t]`` is what ``tokens[:, t]`` should predict, -100 where nothing
             is. Without labels they are the next tokens.
-        returns: tensors ``[B / dp, S / cp]``.
+        returns: tensors ``[B / dp, S / cp]``; ranks along tp hold the same.
+
+    Args:
+        global_batch: What every rank is given.
+        degrees: Size of every axis.
+        rank: Whose share.
+        num_microbatches: Pieces that the rows are cut into.
+        load_balance: Two chunks of the sequence each; see :class:`paralign.Context`.
+        stream_parts: Ranks that share these tokens between blocks: tp with sequence parallel.
 
     Comm:
         None. :meth:`Program.step` compares fingerprints.
@@ -68,7 +78,7 @@ def shard_batch(
     Raises:
         DataError: Lists every rule that the batch breaks.
     """
-    tokens, labels = _check(global_batch, degrees, num_microbatches, load_balance)
+    tokens, labels = _check(global_batch, degrees, num_microbatches, load_balance, stream_parts)
     coordinates = degrees.coordinates(rank)
     rows = tokens.shape[0] // degrees.dp
     dp_index = coordinates["dp_replicate"] * degrees.dp_shard + coordinates["dp_shard"]
@@ -110,6 +120,7 @@ def _check(
     degrees: Degrees,
     num_microbatches: int,
     load_balance: bool,
+    stream_parts: int,
 ) -> tuple[Tensor, Tensor]:
     tokens = _integers(global_batch, "tokens")
     if tokens is None or tokens.dim() != 2:
@@ -135,6 +146,13 @@ def _check(
             "out, or shift them before the batch is cut"
         )
     problems += _share_problems(tokens, degrees, num_microbatches, load_balance)
+    if not problems and tokens.shape[1] // degrees.cp % stream_parts:
+        share = math.lcm(degrees.cp * stream_parts, degrees.cp * (2 if load_balance else 1))
+        problems.append(
+            f"seq_len={tokens.shape[1]} over axis 'cp' ({degrees.cp} ranks) does not divide over "
+            f"axis 'tp' ({stream_parts} ranks), as sequence parallel needs. Pad the sequence to a "
+            f"multiple of {share}, or switch sequence_parallel off"
+        )
     if problems:
         raise DataError.from_problems("the global batch cannot be cut", problems)
     return tokens, labels

@@ -24,6 +24,7 @@ from paralign.randomness import Init
 
 if TYPE_CHECKING:
     from paralign.parallel.context import ContextParallel
+    from paralign.parallel.tensor_styles import TensorStyle
 
 # tokens, labels, positions: each [B, S] int64, rows first; see Program.shard.
 Batch = Mapping[str, Tensor]
@@ -81,6 +82,15 @@ class Blueprint(ABC):
         Returns:
             Module name relative to a layer -> an unconfigured ``ContextParallel(layout=...)``.
             Empty: the model cannot run with cp > 1.
+        """
+        return {}
+
+    def tensor_parallel(self) -> dict[str, TensorStyle]:
+        """Say how each module is spread over the tp axis: styles by name, as in ``decoder.py``.
+
+        Returns:
+            Pattern of global module names, such as ``layers.*.attention.wq`` -> its style. Together
+            they cover every parameter. Empty: the model cannot run with tp > 1.
         """
         return {}
 

@@ -1,16 +1,20 @@
 """Differentiable collectives, each with its backward pair.
 
-=====================  =====================  ==========================================
-forward                backward               who receives what (n ranks)
-=====================  =====================  ==========================================
-``all_to_all_dims``    ``all_to_all_dims``,   every rank: one n-th of every rank's tensor
-                       dims exchanged
-``all_gather_dim``     ``reduce_scatter_dim`` every rank: every rank's tensor
-``reduce_scatter_dim`` ``all_gather_dim``     every rank: the sum of one n-th
-=====================  =====================  ==========================================
+=======================  ======================  =========================================
+forward                  backward                who receives what (n ranks)
+=======================  ======================  =========================================
+``all_to_all_dims``      ``all_to_all_dims``,    every rank: one n-th of every rank's tensor
+                         dims exchanged
+``all_gather_dim``       ``reduce_scatter_dim``  every rank: every rank's tensor
+``reduce_scatter_dim``   ``all_gather_dim``      every rank: the sum of one n-th
+``all_reduce_forward``   identity                every rank: the sum
+``all_reduce_backward``  all-reduce (sum)        every rank: what it had
+=======================  ======================  =========================================
 
 A gathered tensor is used by every rank, so its gradient is a *sum* over ranks, never only the
-rank's own slice. A group of one rank takes the same code path. On the meta device shapes come out
+rank's own slice. The last two are a pair for tensors that every rank holds whole: what comes out
+of a sum has the same gradient on every rank, and what every rank uses a part of gets its gradient
+in parts. A group of one rank takes the same code path. On the meta device shapes come out
 right and nothing is sent, so a model that holds these can be shape-checked without ranks.
 """
 
@@ -140,6 +144,40 @@ def reduce_scatter_dim(x: Tensor, *, dim: int, group: dist.ProcessGroup) -> Tens
     return reduced
 
 
+def all_reduce_forward(x: Tensor, *, group: dist.ProcessGroup) -> Tensor:
+    """Sum ``x`` over the ranks; the sum's gradient, the same on every rank, is that of each term.
+
+    Use it where ranks hold summands and go on alike with the sum.
+
+    Shapes:
+        x: any, equal on every rank. returns: the same.
+
+    Comm:
+        forward: one all-reduce (sum). backward: none.
+
+    Close: the backend chooses the order of the ``n`` terms.
+    """
+    total: Tensor = _AllReduceForward.apply(group, x)  # type: ignore[no-untyped-call]
+    return total
+
+
+def all_reduce_backward(x: Tensor, *, group: dist.ProcessGroup) -> Tensor:
+    """Return ``x``, which is the same on every rank, and sum the gradients that the ranks give it.
+
+    Use it where every rank goes on with a different part of the work.
+
+    Shapes:
+        x: any, equal on every rank. returns: the same.
+
+    Comm:
+        forward: none. backward: one all-reduce (sum).
+
+    Exact forward; the backend chooses the order of the ``n`` terms of the gradient.
+    """
+    same: Tensor = _AllReduceBackward.apply(group, x)  # type: ignore[no-untyped-call]
+    return same
+
+
 class _AllToAllDims(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -183,6 +221,31 @@ class _ReduceScatterStack(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
         return None, _AllGatherStack.apply(ctx.group, grad)  # type: ignore[no-untyped-call]
+
+
+class _AllReduceForward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, group: dist.ProcessGroup, x: Tensor) -> Tensor:
+        ctx.group = group
+        total = x.clone(memory_format=torch.contiguous_format)
+        if not x.is_meta:
+            dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
+        return None, _AllReduceBackward.apply(ctx.group, grad)  # type: ignore[no-untyped-call]
+
+
+class _AllReduceBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, group: dist.ProcessGroup, x: Tensor) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
+        return None, _AllReduceForward.apply(ctx.group, grad)  # type: ignore[no-untyped-call]
 
 
 def _exchange(

@@ -16,11 +16,14 @@ from paralign.mesh import Axis, Degrees
 from paralign.parallel.data import FSDP, ROOT_UNIT, plan_units
 from paralign.parallel.stages import rank_of_stage
 from paralign.parallel.support import Plan
+from paralign.parallel.tensor import spreads_of
+from paralign.parallel.tensor_styles import TensorParallel
+from paralign.parallel.tensor_weights import Spread
 from paralign.parallel.tied import find_tied
 from paralign.parallelize import stage_of_parameters
 
 # Every token is on exactly one rank of these axes, so a gradient there is a partial sum over them
-# all.
+# all. Over tp it is one for the parameters that the plan says so of.
 TOKEN_AXES = (Axis.DP_REPLICATE, Axis.DP_SHARD, Axis.CP)
 
 
@@ -37,7 +40,8 @@ class ParameterDeclaration:
         unit: Modules gathered and reduced with it; empty: the stage's root.
         placements: Axis -> ``"shard(0)"``, ``"replicate"`` or ``"stage"``, for axes above size 1.
         partial_over: Axes over which the gradient of a rank's tokens is a partial sum, and over
-            which it is summed exactly once a step.
+            which it is summed exactly once a step. ``tp`` is one of them where a rank's part of the
+            sequence, or of the heads, gives a part of the gradient.
         tied_to: Canonical name, when this is the second copy of a tied parameter on another stage;
             its gradient is summed with that copy's as well.
     """
@@ -54,7 +58,13 @@ class ParameterDeclaration:
 
 
 def declare(
-    model: nn.Module, blueprint: Blueprint, *, degrees: Degrees, plan: Plan, fsdp: FSDP
+    model: nn.Module,
+    blueprint: Blueprint,
+    *,
+    degrees: Degrees,
+    plan: Plan,
+    fsdp: FSDP,
+    tensor: TensorParallel | None = None,
 ) -> list[ParameterDeclaration]:
     """Declare every parameter of ``model``, in model order. Works on the meta device; no ranks.
 
@@ -64,12 +74,21 @@ def declare(
         degrees: Size of every axis.
         plan: The resolved plan.
         fsdp: How parameters are grouped into units.
+        tensor: How layers are spread over tp; default with sequence parallel.
     """
     owners = stage_of_parameters(model, blueprint, plan)
     aliases = find_tied(model)
     units = _unit_of_names(model, blueprint, owners, fsdp)
     placements = {str(axis): "shard(0)" for axis in (Axis.DP_SHARD, Axis.CP)}
     placements |= {str(Axis.PP): "stage", str(Axis.DP_REPLICATE): "replicate"}
+    spreads: dict[str, Spread] = {}
+    if degrees.tp > 1:
+        spreads = spreads_of(
+            model,
+            blueprint.tensor_parallel(),
+            degree=degrees.tp,
+            options=tensor or TensorParallel(),
+        )
     declared = []
     for name, parameter in model.named_parameters(remove_duplicate=False):
         canonical = aliases.get(name)
@@ -83,8 +102,14 @@ def declare(
                 stage=owners[name],
                 pp_rank=rank_of_stage(plan.kind, plan.pp, owners[name]),
                 unit=next((u for p, u in units if _inside(name, p)), ROOT_UNIT),
-                placements={a: p for a, p in placements.items() if degrees.degree(a) > 1},
-                partial_over=tuple(str(a) for a in TOKEN_AXES if degrees.degree(a) > 1),
+                placements={
+                    **{a: p for a, p in placements.items() if degrees.degree(a) > 1},
+                    **({str(Axis.TP): str(spreads[name])} if spreads else {}),
+                },
+                partial_over=(
+                    *(str(a) for a in TOKEN_AXES if degrees.degree(a) > 1),
+                    *([str(Axis.TP)] if spreads and spreads[name].is_partial else []),
+                ),
                 tied_to=canonical,
             )
         )

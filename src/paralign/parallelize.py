@@ -1,8 +1,9 @@
 """Applies the mesh axes to a model in the one legal order, and owns every scale factor.
 
-The order is: pipeline split -> context parallel -> FSDP -> pipeline runtime. Later axes see the
-modules that earlier ones left, and nothing else works: FSDP must shard the parameters of a finished
-stage, and context parallelism must wrap the attention core before FSDP hooks the layer around it.
+The order is: pipeline split -> tensor parallel -> context parallel -> FSDP -> pipeline runtime.
+Later axes see the modules that earlier ones left, and nothing else works: FSDP must shard the
+parameters of a finished stage and what tensor parallelism left of them, and context parallelism
+must wrap the attention core before FSDP hooks the layer around it.
 
 There is one scale factor in the whole project: token losses are divided by the number of valid
 tokens of the global batch before the backward pass. Everything after that is a sum.
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from paralign.blueprint import Blueprint
-from paralign.errors import ConfigError, MeshError, ScheduleError
+from paralign.errors import ConfigError, ScheduleError
 from paralign.layout import local_boxes
 from paralign.mesh import Axis, Degrees, degrees_of
 from paralign.models.compose import structure_problems
@@ -35,6 +36,8 @@ from paralign.parallel.pipeline import Pipeline, PipelineRuntime
 from paralign.parallel.stage import Stage, meta_copy
 from paralign.parallel.stages import rank_of_stage, split_layers, stages_of_rank
 from paralign.parallel.support import Plan, problems, resolve_reshard
+from paralign.parallel.tensor import apply_tensor, tensor_problems
+from paralign.parallel.tensor_styles import TensorParallel
 from paralign.parallel.tied import (
     TiedPair,
     check_pairs,
@@ -70,6 +73,7 @@ def parallelize(
     pipeline: Pipeline | None = None,
     fsdp: FSDP | None = None,
     context: Context | None = None,
+    tensor: TensorParallel | None = None,
     precision: Precision | None = None,
     init: InitRule | None = None,
     seed: int = 0,
@@ -87,6 +91,7 @@ def parallelize(
         pipeline: Schedule and micro-batches; default one stage a rank, 1F1B.
         fsdp: How parameters are grouped into units.
         context: How attention is spread over cp.
+        tensor: How layers are spread over tp; default with sequence parallel.
         precision: Dtypes of the step.
         init: Name and global shape of a parameter -> how it starts, for a model on the meta device;
             default ``blueprint.init``.
@@ -106,10 +111,12 @@ def parallelize(
     fsdp = fsdp or FSDP()
     precision = precision or Precision()
     context = context or Context()
+    tensor = tensor or TensorParallel()
     plan = resolve_plan(
         model, degrees, blueprint, pipeline=pipeline, fsdp=fsdp, precision=precision
     )
     check_sharding(model, blueprint, plan, fsdp)
+    check_tensor_plan(model, blueprint, degrees, tensor)
 
     tensors = [*model.parameters(), *model.buffers()]
     is_meta = any(tensor.is_meta for tensor in tensors)
@@ -126,11 +133,18 @@ def parallelize(
     stages, pairs = _split(model, mesh, blueprint, plan)
     untie(stages, pairs)
     counter = ReductionCounter()
+    partial_over_tp: set[str] = set()
     for index, stage in stages.items():
+        if not is_meta:
+            stage.to(device)
+        if degrees.tp > 1:
+            partial_over_tp |= apply_tensor(
+                stage, mesh[str(Axis.TP)], plan=blueprint.tensor_parallel(), options=tensor
+            )
         _apply_context(stage, mesh, blueprint, context)
         names = [name for name, _ in stage.named_modules() if name]
         apply_fsdp(
-            stage if is_meta else stage.to(device),
+            stage,
             mesh,
             units=plan_units(fsdp.wrap, stage.layer_names, names),
             reshard_after_forward=plan.reshard_after_forward,
@@ -143,8 +157,15 @@ def parallelize(
             stage.to_empty(device=device)
             _initialise(stage, init or blueprint.init, seed=seed, aliases=aliases)
 
+    stream_parts = degrees.tp if tensor.sequence_parallel else 1
     runtime = PipelineRuntime(
-        stages, plan=plan, blueprint=blueprint, skeleton=skeleton, mesh=mesh, device=device
+        stages,
+        plan=plan,
+        blueprint=blueprint,
+        skeleton=skeleton,
+        mesh=mesh,
+        device=device,
+        stream_parts=stream_parts,
     )
     return Program(
         stages=stages,
@@ -156,6 +177,8 @@ def parallelize(
         unused=blueprint.unused_parameters,
         load_balance=context.load_balance,
         device=device,
+        stream_parts=stream_parts,
+        partial_over_tp=partial_over_tp,
     )
 
 
@@ -173,8 +196,6 @@ def resolve_plan(
     Raises:
         ScheduleError: The plan is refused; all reasons are listed.
     """
-    if degrees.tp > 1:
-        raise MeshError(f"tp={degrees.tp} is not supported in this version. Use tp=1.")
     master = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     plan = Plan(
         schedule=pipeline.schedule,
@@ -227,6 +248,22 @@ def check_sharding(model: nn.Module, blueprint: Blueprint, plan: Plan, fsdp: FSD
         for stage, layers in enumerate(splits)
     }
     check_units_of_pairs(aliases, owners, units)
+
+
+def check_tensor_plan(
+    model: nn.Module, blueprint: Blueprint, degrees: Degrees, tensor: TensorParallel
+) -> None:
+    """Check that the blueprint's plan spreads every parameter over tp.
+
+    Raises:
+        ConfigError: All problems are listed.
+    """
+    if degrees.tp == 1:
+        return
+    plan = blueprint.tensor_parallel()
+    if found := tensor_problems(model, plan, degree=degrees.tp, options=tensor):
+        title = f"{type(model).__name__} cannot be spread over axis 'tp' ({degrees.tp} ranks)"
+        raise ConfigError.from_problems(title, found)
 
 
 def _split(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 import torch
@@ -12,12 +12,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from paralign.batch import LocalBatch, shard_batch
 from paralign.errors import AlignError, DataError
-from paralign.mesh import degrees_of
+from paralign.mesh import Axis, degrees_of
 from paralign.parallel.data import ReductionCounter
 from paralign.parallel.gradients import give_back, take_gradients
 from paralign.parallel.pipeline import PipelineRuntime
 from paralign.parallel.stage import Stage
 from paralign.parallel.support import Plan
+from paralign.parallel.tensor_weights import is_replicated, sum_partial_gradients
 from paralign.parallel.tied import TiedPair, sum_pair
 
 
@@ -40,6 +41,8 @@ class Program:
         unused: Sequence[str],
         load_balance: bool,
         device: torch.device,
+        stream_parts: int = 1,
+        partial_over_tp: Collection[str] = (),
     ) -> None:
         self._stages = dict(stages)
         self._runtime = runtime
@@ -52,11 +55,14 @@ class Program:
         self._unused = tuple(unused)
         self._load_balance = load_balance
         self._device = device
+        self._stream_parts = stream_parts
+        self._tp_mesh = mesh[str(Axis.TP)]
         self._parameters = {
             name: parameter
             for stage in self._stages.values()
             for name, parameter in stage.named_parameters()
         }
+        self._partial_over_tp = [p for n, p in self._parameters.items() if n in partial_over_tp]
 
     @property
     def mesh(self) -> DeviceMesh:
@@ -107,6 +113,7 @@ class Program:
             rank=self._mesh.get_rank(),
             num_microbatches=self._plan.num_microbatches,
             load_balance=self._load_balance,
+            stream_parts=self._stream_parts,
         )
         for name, tensor in local.tensors.items():
             local.tensors[name] = tensor.to(self._device)
@@ -118,7 +125,8 @@ class Program:
         Comm:
             What the pipeline, the units and the attention cores do (see ``parallel/``), then one
             all-reduce of five numbers over the world. With a tied pair on two stages, one exchange
-            of its shard between them. The first batch of a shape: one all-gather of the shape.
+            of its shard between them. With tp, one all-reduce of the gradients that are partial
+            sums over it. The first batch of a shape: one all-gather of the shape.
 
         Args:
             batch: What :meth:`shard` returned.
@@ -149,7 +157,7 @@ class Program:
         copies = [self._copies(pair) for pair in self._pairs]
         tied = [parameter for pair in copies for parameter in pair if parameter is not None]
         self._counter.reset()
-        earlier = take_gradients(tied)
+        earlier = take_gradients([*tied, *self._partial_over_tp])
         loss = self._runtime.step(
             batch.tensors,
             seq_len=batch.seq_len,
@@ -157,6 +165,7 @@ class Program:
         )
         for pair, (canonical, alias) in zip(self._pairs, copies, strict=True):
             sum_pair(pair, canonical, alias, self._mesh)
+        sum_partial_gradients(self._partial_over_tp, self._tp_mesh.get_group())
         give_back(earlier)
         return self._global_loss(loss, batch, self._reduction_problems())
 
@@ -180,11 +189,17 @@ class Program:
     def grad_norm(self) -> Tensor:
         """Return the 2-norm of all gradients of the model; see :meth:`clip_grad_norm_`."""
         owned = {n: p for n, p in self._parameters.items() if n not in self._aliases}
-        local = torch.nn.utils.get_total_norm(self._local_grads(owned))
-        # Replicas hold equal gradients: the sum over the world counts each dp_replicate times.
-        squares = (local.double().square() / self._degrees.dp_replicate).to(self._device)
+        whole = {n: p for n, p in owned.items() if is_replicated(p, Axis.TP)}
+        cut = {n: p for n, p in owned.items() if n not in whole}
+        # Replicas hold equal gradients: the sum over the world counts each dp_replicate times, and
+        # what is not cut over tp that many times again.
+        squares = self._squares(cut) + self._squares(whole) / self._degrees.tp
+        squares = (squares / self._degrees.dp_replicate).to(self._device)
         dist.all_reduce(squares)
         return squares.sqrt()
+
+    def _squares(self, parameters: Mapping[str, nn.Parameter]) -> Tensor:
+        return torch.nn.utils.get_total_norm(self._local_grads(parameters)).double().square()
 
     def _local_grads(self, parameters: Mapping[str, nn.Parameter]) -> list[Tensor]:
         grads = [parameter.grad for parameter in parameters.values()]
@@ -235,7 +250,8 @@ class Program:
         fingerprint = float(batch.fingerprint)
         shared = torch.zeros(5, dtype=torch.float64, device=self._device)
         shared[2], shared[3], shared[4] = fingerprint, fingerprint**2, len(problems)
-        if local_loss is not None:
+        # Ranks along tp have the same tokens and the same loss: the first one counts.
+        if local_loss is not None and self._tp_mesh.get_local_rank() == 0:
             shared[0] = local_loss
             shared[1] = batch.num_local_tokens
         dist.all_reduce(shared)

@@ -156,10 +156,18 @@ PLANS = [
     ),
     wrong_set(
         "tensor_parallel",
-        "mesh.tp=2",
-        value="mesh.tp=2",
-        rule="not in this version of paralign",
-        fix="Use tp: 1",
+        "mesh.tp=8",
+        value="num_heads=4",
+        rule="does not split evenly over axis 'tp' (8 ranks",
+        fix="Use tp in {1, 2, 4}",
+    ),
+    wrong_set(
+        "sequence_parallel",
+        "mesh.tp=4",
+        "batch.seq_len=42",
+        value="batch.seq_len=42 over cp=1",
+        rule="do not divide over axis 'tp' (4 ranks, remainder 2)",
+        fix="Use seq_len=40 or 44",
     ),
     wrong_set(
         "expert_parallel",

@@ -24,7 +24,14 @@ from paralign.mesh import FOLDS, MESH_AXES, build_mesh, fold
 from paralign.parallel.data import Precision
 from paralign.parallelize import resolve_plan
 from paralign.program import Program
-from paralign.prove.build import build_data, build_optimizer, build_pieces, build_plans, numerics
+from paralign.prove.build import (
+    build_data,
+    build_optimizer,
+    build_pieces,
+    build_plans,
+    build_tensor,
+    numerics,
+)
 from paralign.prove.cost import RankCost, estimate
 from paralign.prove.parallel import build_program
 from paralign.testing import run_on_ranks
@@ -142,7 +149,7 @@ def most_unsharded(program: Program, batch: LocalBatch) -> tuple[int, int]:
             for p in parameters.values()
             if p.unsharded_accumulated_grad is not None
         ]
-        grads.append(sum(g.numel() * g.element_size() for g in waiting))
+        grads.append(sum(parity._local(g).numel() * g.element_size() for g in waiting))
         return real(stage, factor)
 
     with mock.patch.object(_PipelineStageBase, "perform_reduce_grad", look):
@@ -167,7 +174,8 @@ def costs_of(config: RunConfig) -> list[RankCost]:
     plan = resolve_plan(
         model, degrees, blueprint, pipeline=pipeline, fsdp=fsdp, precision=precision
     )
-    declared = declare(model, blueprint, degrees=degrees, plan=plan, fsdp=fsdp)
+    tensor = build_tensor(config)
+    declared = declare(model, blueprint, degrees=degrees, plan=plan, fsdp=fsdp, tensor=tensor)
     return estimate(model, blueprint, config=config, plan=plan, declared=declared)
 
 
@@ -208,12 +216,30 @@ CASES: dict[str, list[dict[str, Any]]] = {
         {"pipeline": pipe("GPipe", 2), "model": LLAMA},
         {"pipeline": pipe("GPipe", 1), "model": LLAMA, "context": {"ulysses_degree": 2}},
     ],
+    "pp dp_shard tp": [
+        {"pipeline": pipe("1F1B", 2)},
+        {"pipeline": pipe("GPipe", 1), "tensor": {"sequence_parallel": False}},
+        {"pipeline": pipe("ZBVZeroBubble", 4), "model": {**parity.PANGU, "tie_embeddings": True}},
+    ],
+    "cp tp": [  # two key/value heads for two ranks of tp, then for two of cp
+        {"pipeline": pipe("GPipe", 2), "model": LLAMA},
+        {
+            "pipeline": pipe("GPipe", 1),
+            "model": parity.PANGU,
+            "context": {"ulysses_degree": 1},
+            "tensor": {"sequence_parallel": False},
+        },
+    ],
+    "pp tp": [{"pipeline": pipe("GPipe", 1)}],  # two key/value heads for four ranks
     "one rank": [{"pipeline": pipe("GPipe", 2)}],
 }
 MESHES = {
     "pp dp_shard cp": {"pp": 2, "dp_shard": 2, "cp": 2},
     "pp dp_replicate": {"pp": 2, "dp_replicate": 2},
     "cp": {"cp": 4},
+    "pp dp_shard tp": {"pp": 2, "dp_shard": 2, "tp": 2},
+    "cp tp": {"cp": 2, "tp": 2},
+    "pp tp": {"pp": 2, "tp": 4},
     "one rank": {},
 }
 

@@ -6,6 +6,7 @@ user sees everything at once.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -117,18 +118,16 @@ def _program(facts: Facts) -> Iterator[str]:
 def _later_axes(facts: Facts) -> Iterator[str]:
     if facts.config.program is not None:
         return  # the user's own code does with them what it likes
-    for axis, meaning in (("tp", "tensor parallelism"), ("ep", "expert parallelism")):
-        degree = getattr(facts.config.mesh, axis)
-        if degree > 1:
-            yield (
-                f"mesh.{axis}={degree}: {meaning} is not in this version of paralign. "
-                f"Use {axis}: 1."
-            )
+    degree = facts.config.mesh.ep
+    if degree > 1:
+        yield (
+            f"mesh.ep={degree}: expert parallelism is not in this version of paralign. Use ep: 1."
+        )
 
 
 def _world(facts: Facts) -> Iterator[str]:
     mesh = facts.config.mesh
-    # tp and ep above 1 are refused by another rule; here they still count as ranks.
+    # ep above 1 is refused by another rule, and adds no ranks.
     if facts.world_size is not None:
         try:
             mesh.model_copy(update={"ep": 1}).degrees.check_world_size(facts.world_size)
@@ -175,6 +174,10 @@ def _sequence(facts: Facts) -> Iterator[str]:
     model = _sound_sizes(facts)
     num_heads = model.size("num_heads") or cp
     num_kv_heads = model.size("num_kv_heads") or num_heads
+    if num_heads % config.mesh.tp == 0 and model.size("num_heads"):
+        # What tp has left of them on a rank; that it divides is another rule.
+        num_heads //= config.mesh.tp
+        num_kv_heads = max(1, num_kv_heads // config.mesh.tp)
     problems = requirements(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
@@ -184,12 +187,30 @@ def _sequence(facts: Facts) -> Iterator[str]:
         load_balance=config.context.load_balance,
     )
     yield from (f"{problem.rstrip('.')}." for problem in problems)
+    yield from _stream(config) if not problems else ()
+
+
+def _stream(config: RunConfig) -> Iterator[str]:
+    """The stream of a rank is cut over tp once more, with sequence parallel."""
+    parts = config.mesh.tp if config.tensor.sequence_parallel else 1
+    local = config.batch.seq_len // config.mesh.cp
+    if local % parts:
+        share = math.lcm(
+            config.mesh.cp * parts, config.mesh.cp * (2 if config.context.load_balance else 1)
+        )
+        below = config.batch.seq_len // share * share
+        fix = f"seq_len={below} or {below + share}" if below else f"seq_len={share}"
+        yield (
+            f"batch.seq_len={config.batch.seq_len} over cp={config.mesh.cp} leaves {local} tokens, "
+            f"which do not divide over axis 'tp' ({parts} ranks, remainder {local % parts}), as "
+            f"tensor.sequence_parallel needs. Use {fix}, or tensor.sequence_parallel=false."
+        )
 
 
 def _model_sizes(facts: Facts) -> Iterator[str]:
     config = facts.config
     if facts.model.config is not None and config.model.name is not None:
-        degrees = config.mesh.model_copy(update={"tp": 1, "ep": 1}).degrees
+        degrees = config.mesh.model_copy(update={"ep": 1}).degrees
         if config.program is not None:
             degrees = Degrees()
         entry = MODELS[config.model.name]
@@ -259,7 +280,7 @@ def _units(facts: Facts) -> Iterator[str]:
 RULES = (
     Rule(needs=(), check=_model),
     Rule(needs=("program",), check=_program),
-    Rule(needs=("mesh.tp", "mesh.ep"), check=_later_axes),
+    Rule(needs=("mesh.ep",), check=_later_axes),
     Rule(needs=("mesh",), check=_world),
     Rule(needs=("pipeline.schedule",), check=_schedule),
     Rule(needs=("pipeline", "mesh.pp", "fsdp", "precision", "model"), check=_plan),
@@ -272,7 +293,9 @@ RULES = (
         ),
         check=_rows,
     ),
-    Rule(needs=("batch.seq_len", "mesh.cp", "context", "model"), check=_sequence),
+    Rule(
+        needs=("batch.seq_len", "mesh.cp", "mesh.tp", "context", "tensor", "model"), check=_sequence
+    ),
     Rule(needs=("model", "mesh", "batch.seq_len"), check=_model_sizes),
     Rule(needs=("model", "data.tokenizer"), check=_vocabulary),
     Rule(needs=("data.source",), check=_source),

@@ -103,7 +103,7 @@ class MeshSection(Section):
     dp_replicate: Count = _count(1, "copies of the model, each with its own rows (HSDP)")
     dp_shard: Count = _count(1, "ranks that share one copy of the parameters (FSDP)")
     cp: Count = _count(1, "ranks that share one sequence (context parallel)")
-    tp: Count = _count(1, "tensor parallel; only 1 in this version", example="1")
+    tp: Count = _count(1, "ranks that share every layer (tensor parallel)")
     ep: Count = _count(1, "expert parallel; only 1 in this version", example="1")
 
     @property
@@ -178,6 +178,17 @@ class ContextSection(Section):
         "give each rank a piece from the head and one from the tail of the sequence",
         expects="true or false",
         example="false",
+    )
+
+
+class TensorSection(Section):
+    """How layers are spread over tp."""
+
+    sequence_parallel: bool = _key(
+        True,
+        "between blocks, cut the sequence over tp, so that norms are not repeated on every rank",
+        expects="true or false",
+        example="true",
     )
 
 
@@ -288,6 +299,7 @@ class RunConfig(Section):
     pipeline: PipelineSection = PipelineSection()
     fsdp: FsdpSection = FsdpSection()
     context: ContextSection = ContextSection()
+    tensor: TensorSection = TensorSection()
     batch: BatchSection = BatchSection()
     data: DataSection = DataSection()
     precision: PrecisionSection = PrecisionSection()

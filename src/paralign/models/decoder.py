@@ -13,6 +13,7 @@ from paralign.randomness import Init
 
 if TYPE_CHECKING:
     from paralign.parallel.context import ContextParallel
+    from paralign.parallel.tensor_styles import TensorStyle
 
 
 class DecoderBlueprint(Blueprint):
@@ -60,6 +61,32 @@ class DecoderBlueprint(Blueprint):
         from paralign.parallel.context import ContextParallel
 
         return {"attention.core": ContextParallel(layout="BNSD", mask_kwarg_name="mask")}
+
+    def tensor_parallel(self) -> dict[str, TensorStyle]:
+        """Spread everything but attention, which a subclass adds.
+
+        The vocabulary is cut in embedding and head; gate and up by columns and down by rows.
+        """
+        from paralign.parallel.tensor_styles import (
+            ColumnParallel,
+            RowParallel,
+            SharedInput,
+            TokenWise,
+            VocabularyHead,
+            VocabularyParallel,
+        )
+
+        return {
+            "embedding": VocabularyParallel(),
+            "layers.*.attention_norm": TokenWise(),
+            "layers.*.ffn_norm": TokenWise(),
+            "layers.*.ffn": SharedInput(),
+            "layers.*.ffn.gate": ColumnParallel(),
+            "layers.*.ffn.up": ColumnParallel(),
+            "layers.*.ffn.down": RowParallel(),
+            "norm": TokenWise(),
+            "head": VocabularyHead(),
+        }
 
     def init(self, name: str, shape: tuple[int, ...]) -> Init:
         """Norms start at one, biases at zero, weights normal."""

@@ -37,6 +37,21 @@ def split_problem(name: str, value: int, degree: int, axis: str) -> list[str]:
     ]
 
 
+def shared_heads_problem(num_kv_heads: int, tp: int) -> list[str]:
+    """Return a sentence when key/value heads neither split over tp nor are shared evenly by it.
+
+    Fewer of them than ranks are replicated, each beside its own query heads.
+    """
+    if num_kv_heads % tp == 0 or tp % num_kv_heads == 0:
+        return []
+    legal = [d for d in range(1, tp + 1) if num_kv_heads % d == 0 or d % num_kv_heads == 0]
+    return [
+        f"num_kv_heads={num_kv_heads} and axis 'tp' ({tp} ranks): one must be a multiple of the "
+        f"other, so that every rank has the key/value heads of its query heads. Use tp in "
+        f"{{{', '.join(map(str, legal))}}} or num_kv_heads={tp}."
+    ]
+
+
 def divide_problem(name: str, value: int, by: str, divisor: int) -> list[str]:
     """Return a sentence when ``value`` is not a multiple of another field, else nothing."""
     remainder = value % divisor

@@ -56,6 +56,7 @@ class PipelineRuntime:
         skeleton: The whole model on the meta device in the compute dtype.
         mesh: The run's mesh.
         device: Where the stages are.
+        stream_parts: Ranks that share a rank's tokens between stages: tp with sequence parallel.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class PipelineRuntime:
         skeleton: nn.Module,
         mesh: DeviceMesh,
         device: torch.device,
+        stream_parts: int = 1,
     ) -> None:
         assert plan.num_layers is not None
         self._stages = dict(stages)
@@ -76,6 +78,7 @@ class PipelineRuntime:
         self._splits = split_layers(plan.num_layers, plan.num_stages, plan.layers_per_stage)
         self._group = mesh[str(Axis.PP)].get_group()
         self._device = device
+        self._stream_parts = stream_parts
         self._schedules: dict[tuple[int, int], Any] = {}  # (rows, local sequence) -> schedule
         self._normaliser = 1.0
 
@@ -136,6 +139,7 @@ class PipelineRuntime:
             splits=self._splits,
             rows=rows // num_microbatches,
             local_seq=local_seq,
+            stream_parts=self._stream_parts,
         )
         stages = [
             PipelineStage(

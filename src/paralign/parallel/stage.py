@@ -151,7 +151,13 @@ def meta_copy(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
 
 
 def boundary_tensors(
-    skeleton: nn.Module, blueprint: Blueprint, *, splits: Sequence[range], rows: int, local_seq: int
+    skeleton: nn.Module,
+    blueprint: Blueprint,
+    *,
+    splits: Sequence[range],
+    rows: int,
+    local_seq: int,
+    stream_parts: int = 1,
 ) -> list[tuple[Tensor, Tensor]]:
     """Return each stage's input and output as meta tensors, so that no stage runs to find shapes.
 
@@ -163,11 +169,13 @@ def boundary_tensors(
         blueprint: How the pieces are composed.
         splits: Layer indices of every stage, in order.
         rows: Rows of one micro-batch.
-        local_seq: Tokens of a row that one rank holds.
+        local_seq: Tokens of a row that one rank is fed.
+        stream_parts: Ranks that share these tokens between blocks: tp with sequence parallel.
     """
-    tokens = torch.empty(rows, local_seq, dtype=torch.int64, device="meta")
+    entry = torch.empty(rows, local_seq, dtype=torch.int64, device="meta")
+    tokens = entry[:, : local_seq // stream_parts]
     batch = {"tokens": tokens, "positions": tokens, "labels": tokens}
-    return list(_walk(skeleton, blueprint, splits, batch, local_seq))
+    return list(_walk(skeleton, blueprint, splits, batch, entry))
 
 
 def _walk(
@@ -175,11 +183,10 @@ def _walk(
     blueprint: Blueprint,
     splits: Sequence[range],
     batch: dict[str, Tensor],
-    local_seq: int,
+    entry: Tensor,
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    # The skeleton has no context parallelism: to it the local slice is the whole sequence.
-    context = blueprint.context(batch, seq_len=local_seq)
-    entry = batch["tokens"]
+    # The skeleton is not parallel: to it the rank's part of the sequence is the whole of it.
+    context = blueprint.context(batch, seq_len=batch["tokens"].shape[1])
     with torch.no_grad():
         x = blueprint.prologue(skeleton, batch, context)
         for number, layers in enumerate(splits):

@@ -13,6 +13,7 @@ from paralign.config.model_choice import build_model
 from paralign.config.run import OptimizerSection, RunConfig
 from paralign.parallel.data import FSDP, Precision
 from paralign.parallel.pipeline import Pipeline
+from paralign.parallel.tensor_styles import TensorParallel
 from paralign.parallelize import Context, InitRule
 from paralign.randomness import Init, fill_
 from paralign.train.data import TokenSource
@@ -138,8 +139,13 @@ def build_data(config: RunConfig) -> TokenSource:
     )
 
 
+def build_tensor(config: RunConfig) -> TensorParallel:
+    """Return how layers are spread over tp."""
+    return TensorParallel(sequence_parallel=config.tensor.sequence_parallel)
+
+
 def build_plans(config: RunConfig) -> tuple[Pipeline, FSDP, Context]:
-    """Return the three plans of ``parallelize``."""
+    """Return the plans of ``parallelize`` for the other axes."""
     pipeline = Pipeline(
         schedule=config.pipeline.schedule,
         num_microbatches=config.pipeline.num_microbatches,

@@ -22,8 +22,8 @@ from paralign.mesh import MESH_AXES
 from paralign.models.compose import structure_problems
 from paralign.parallel.data import Precision
 from paralign.parallel.support import Plan, rules
-from paralign.parallelize import check_sharding, resolve_plan
-from paralign.prove.build import build_plans
+from paralign.parallelize import check_sharding, check_tensor_plan, resolve_plan
+from paralign.prove.build import build_plans, build_tensor
 from paralign.prove.cost import RankCost, estimate
 from paralign.prove.rows import ranges, rows_of
 
@@ -52,7 +52,9 @@ def describe_plan(config: RunConfig, *, verbose: bool = False) -> RenderableType
         model, degrees, blueprint, pipeline=pipeline, fsdp=fsdp, precision=precision
     )
     check_sharding(model, blueprint, plan, fsdp)
-    declared = declare(model, blueprint, degrees=degrees, plan=plan, fsdp=fsdp)
+    tensor = build_tensor(config)
+    check_tensor_plan(model, blueprint, degrees, tensor)
+    declared = declare(model, blueprint, degrees=degrees, plan=plan, fsdp=fsdp, tensor=tensor)
     costs = estimate(model, blueprint, config=config, plan=plan, declared=declared)
     return Group(
         _summary(config, plan, declared),

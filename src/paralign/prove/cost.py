@@ -26,33 +26,13 @@ from paralign.parallel.data import ROOT_UNIT
 from paralign.parallel.stage import boundary_tensors, meta_copy
 from paralign.parallel.stages import split_layers
 from paralign.parallel.support import Plan
+from paralign.prove.build import build_tensor
+from paralign.prove.cost_tensor import StreamWatch, tensor_traffic
+from paralign.prove.traffic import BYTES, Traffic, all_reduced, sent
 
-BYTES = {"float64": 8, "float32": 4, "bfloat16": 2}
 OPTIMIZER_STATES = {"adamw": 2, "sgd": 0}  # tensors like the parameter; sgd: 1 with momentum
 # torch's runtime keeps this many stages of a rank gathered, and frees others between micro-batches.
 GATHERED_STAGES = 3
-
-
-@dataclass(frozen=True, kw_only=True)
-class Traffic:
-    """Calls of one collective that a rank makes in one step.
-
-    Attributes:
-        what: What it moves.
-        collective: Its name.
-        axis: The axes it runs over.
-        calls: Number of calls, or the largest number where the schedule decides.
-        num_bytes: Bytes that this rank sends to others in all calls together. An all-reduce counts
-            as the reduce-scatter and the all-gather that it is made of.
-        at_most: Whether the schedule may need fewer.
-    """
-
-    what: str
-    collective: str
-    axis: str
-    calls: int
-    num_bytes: int
-    at_most: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,13 +99,21 @@ def estimate(
             *_pipeline_traffic(stages, shapes, plan),
             *_tied_traffic(pp_rank, declared, degrees),
             *_context_traffic(stages, shapes, config, plan),
+            *tensor_traffic(
+                [piece for stage in stages for piece in shapes.pieces[stage]],
+                shapes.stream,
+                config=config,
+                plan=plan,
+                has_loss=plan.num_stages - 1 in stages,
+            ),
+            *_partial_traffic(pp_rank, declared, degrees),
             # Four numbers with the loss, one for the norm, float64.
             Traffic(
                 what="loss, norm",
                 collective="all-reduce",
                 axis="world",
                 calls=2,
-                num_bytes=_all_reduced(6 * 8, degrees.world_size),
+                num_bytes=all_reduced(6 * 8, degrees.world_size),
             ),
         ]
         costs.append(
@@ -142,15 +130,6 @@ def estimate(
     return costs
 
 
-def _sent(num_bytes: int, num_ranks: int) -> int:
-    """Return what a rank sends of a tensor of which it keeps one n-th."""
-    return num_bytes * (num_ranks - 1) // num_ranks
-
-
-def _all_reduced(num_bytes: int, num_ranks: int) -> int:
-    return 2 * num_bytes * (num_ranks - 1) // num_ranks
-
-
 def _units(declared: Sequence[ParameterDeclaration], degrees: Degrees) -> list[_Unit]:
     def key(p: ParameterDeclaration) -> tuple[int, int, str]:
         return p.pp_rank, p.stage, p.unit
@@ -158,7 +137,7 @@ def _units(declared: Sequence[ParameterDeclaration], degrees: Degrees) -> list[_
     units = []
     for (pp_rank, stage, name), group in groupby(sorted(declared, key=key), key=key):
         members = list(group)
-        padded = {p.name: _padded(p.shape, degrees.fsdp) for p in members}
+        padded = {p.name: _padded(_left_by_tp(p, degrees), degrees.fsdp) for p in members}
         units.append(
             _Unit(
                 pp_rank=pp_rank,
@@ -170,6 +149,15 @@ def _units(declared: Sequence[ParameterDeclaration], degrees: Degrees) -> list[_
             )
         )
     return units
+
+
+def _left_by_tp(p: ParameterDeclaration, degrees: Degrees) -> tuple[int, ...]:
+    """Return the shape that FSDP shards."""
+    placement = p.placements.get(str(Axis.TP), "replicate")
+    return tuple(
+        size // degrees.tp if placement == f"shard({dim})" else size
+        for dim, size in enumerate(p.shape)
+    )
 
 
 def _padded(shape: tuple[int, ...], num_shards: int) -> int:
@@ -203,7 +191,7 @@ def _data_traffic(units: Sequence[_Unit], plan: Plan, degrees: Degrees) -> Itera
             collective="all-gather",
             axis=axis,
             calls=times * len(chosen),
-            num_bytes=times * _sent(gathered, degrees.fsdp),
+            num_bytes=times * sent(gathered, degrees.fsdp),
             at_most=is_evicted,
         )
     trained = [u for u in units if u.trainable]
@@ -213,14 +201,14 @@ def _data_traffic(units: Sequence[_Unit], plan: Plan, degrees: Degrees) -> Itera
         collective="reduce-scatter",
         axis=axis,
         calls=len(trained),
-        num_bytes=_sent(total, degrees.fsdp),
+        num_bytes=sent(total, degrees.fsdp),
     )
     yield Traffic(
         what="gradients",
         collective="all-reduce",
         axis=str(Axis.DP_REPLICATE),
         calls=len(trained),
-        num_bytes=_all_reduced(total // degrees.fsdp, degrees.dp_replicate),
+        num_bytes=all_reduced(total // degrees.fsdp, degrees.dp_replicate),
     )
 
 
@@ -237,14 +225,32 @@ def _tied_traffic(
     rank_of = {p.name: p.pp_rank for p in declared}
     apart = [p for p in declared if p.tied_to and rank_of[p.tied_to] != p.pp_rank and p.trainable]
     here = [p for p in apart if pp_rank in (p.pp_rank, rank_of[str(p.tied_to)])]
-    shards = [_padded(p.shape, degrees.fsdp) // degrees.fsdp for p in here]
+    shapes = [_left_by_tp(p, degrees) for p in here]
+    shards = [_padded(shape, degrees.fsdp) // degrees.fsdp for shape in shapes]
     yield Traffic(
         what="tied gradient",
         collective="send",
         axis=str(Axis.PP),
         calls=len(here),
         num_bytes=sum(shards) * BYTES["float32"],
-        at_most=any(p.shape[0] % degrees.fsdp for p in here),  # then the last shard is smaller
+        at_most=any(s[0] % degrees.fsdp for s in shapes),  # then the last shard is smaller
+    )
+
+
+def _partial_traffic(
+    pp_rank: int, declared: Sequence[ParameterDeclaration], degrees: Degrees
+) -> Iterator[Traffic]:
+    """Gradients that are partial sums over tp are summed together, each rank its shards."""
+    here = [p for p in declared if p.pp_rank == pp_rank and str(Axis.TP) in p.partial_over]
+    here = [p for p in here if p.trainable]
+    shards = [_padded(p.shape, degrees.fsdp) // degrees.fsdp for p in here]
+    yield Traffic(
+        what="gradients",
+        collective="all-reduce",
+        axis=str(Axis.TP),
+        calls=1,
+        num_bytes=all_reduced(sum(shards) * BYTES["float32"], degrees.tp),
+        at_most=any(p.shape[0] % degrees.fsdp for p in here),
     )
 
 
@@ -269,6 +275,14 @@ class _Shapes:
         self.splits = split_layers(plan.num_layers, plan.num_stages, plan.layers_per_stage)
         self.cores: list[_Core] = []  # of the first layer
         skeleton = meta_copy(model, getattr(torch, plan.compute_dtype))
+        options = build_tensor(config)
+        self.stream_parts = degrees.tp if options.sequence_parallel else 1
+        style_plan = blueprint.tensor_parallel() if degrees.tp > 1 else {}
+        self.stream = StreamWatch(skeleton, style_plan, options)
+        layers = [[f"{blueprint.layers_name}.{i}" for i in split] for split in self.splits]
+        layers[0] += blueprint.prologue_names
+        layers[-1] += blueprint.epilogue_names
+        self.pieces = layers  # of every stage
         first = skeleton.get_submodule(f"{blueprint.layers_name}.0")
         for name, style in blueprint.attention().items():
             watch = partial(self._watch, style)
@@ -279,6 +293,7 @@ class _Shapes:
             splits=self.splits,
             rows=config.batch.global_batch // degrees.dp // plan.num_microbatches,
             local_seq=config.batch.seq_len // degrees.cp,
+            stream_parts=self.stream_parts,
         )
 
     def _watch(
@@ -304,15 +319,15 @@ def _pipeline_traffic(stages: Sequence[int], shapes: _Shapes, plan: Plan) -> Ite
     here = set(stages)
     outward = [s for s in stages if s + 1 < plan.num_stages and s + 1 not in here]
     inward = [s for s in stages if s > 0 and s - 1 not in here]
-    sent = sum(_num_bytes(shapes.boundaries[s][1]) for s in outward)
-    sent += sum(_num_bytes(shapes.boundaries[s][0]) for s in inward)
+    total = sum(_num_bytes(shapes.boundaries[s][1]) for s in outward)
+    total += sum(_num_bytes(shapes.boundaries[s][0]) for s in inward)
     m = plan.num_microbatches
     yield Traffic(
         what="activations",  # and their gradients
         collective="send",
         axis=str(Axis.PP),
         calls=m * (len(outward) + len(inward)),
-        num_bytes=m * sent,
+        num_bytes=m * total,
     )
 
 
@@ -323,16 +338,24 @@ def _context_traffic(
     times = plan.num_microbatches * sum(len(shapes.splits[stage]) for stage in stages)
     inner = inner_degree(cp, config.context.ulysses_degree)
     outer = cp // inner
+    tp, stream_parts = config.mesh.tp, shapes.stream_parts
     for core in shapes.cores:
+        # The skeleton's core has all heads of a rank's stream; a rank's has the heads that tp has
+        # left, of all tokens that it shares with the others of tp.
+        heads = max(1, core.num_kv_heads // tp)
+        kv_bytes = core.kv_bytes // core.num_kv_heads * heads * stream_parts
         # Heads of k and v are repeated until they split over the ranks that heads are split over.
-        kv_bytes = core.kv_bytes * kv_repeats(core.num_kv_heads, inner)
-        num_bytes = core.query_bytes + kv_bytes
+        kv_bytes *= kv_repeats(heads, inner)
+        query_bytes, output_bytes = (
+            n * stream_parts // tp for n in (core.query_bytes, core.output_bytes)
+        )
+        num_bytes = query_bytes + kv_bytes
         yield Traffic(
             what="q, k, v, output",
             collective="all-to-all",
             axis=str(Axis.CP),
             calls=2 * times * (2 if travel_together(num_bytes) else 4),
-            num_bytes=2 * times * _sent(num_bytes + core.output_bytes, inner),
+            num_bytes=2 * times * sent(num_bytes + output_bytes, inner),
         )
         gathered = kv_bytes * outer
         for what, collective in (("keys, values", "all-gather"), ("their grads", "reduce-scatter")):
@@ -341,5 +364,5 @@ def _context_traffic(
                 collective=collective,
                 axis=str(Axis.CP),
                 calls=times,
-                num_bytes=times * _sent(gathered, outer),
+                num_bytes=times * sent(gathered, outer),
             )

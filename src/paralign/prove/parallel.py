@@ -19,6 +19,7 @@ from paralign.prove.build import (
     Numerics,
     build_pieces,
     build_plans,
+    build_tensor,
     init_rule,
     initialise_whole,
 )
@@ -58,6 +59,7 @@ def build_program(
         pipeline=pipeline,
         fsdp=fsdp,
         context=context,
+        tensor=build_tensor(config),
         precision=precision.precision,
         init=rule,
         seed=config.align.seed,

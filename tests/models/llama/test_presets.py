@@ -50,6 +50,7 @@ def test_fewer_key_heads_than_ranks_can_be_replicated():
     assert problems(tiny(), Degrees(tp=4), 64) == []
     config = replace(tiny(), num_heads=12, num_kv_heads=6, hidden_size=96)
     assert problems(config, Degrees(tp=4), 64) == [
-        "num_kv_heads=6 does not split evenly over axis 'tp' (4 ranks, remainder 2). Use tp in "
-        "{1, 2, 3, 6} or num_kv_heads=8."
+        "num_kv_heads=6 and axis 'tp' (4 ranks): one must be a multiple of the other, so that "
+        "every rank has the key/value heads of its query heads. Use tp in {1, 2, 3} or "
+        "num_kv_heads=4."
     ]

@@ -43,4 +43,6 @@ def test_tensor_parallel_needs_whole_heads():
         "{1, 2, 4} or num_heads=6.",
         "ffn_hidden_size=128 does not split evenly over axis 'tp' (3 ranks, remainder 2). Use tp "
         "in {1, 2, 4, 8, 16, 32, 64, 128} or ffn_hidden_size=129.",
+        "vocab_size=256 does not split evenly over axis 'tp' (3 ranks, remainder 1). Use tp in "
+        "{1, 2, 4, 8, 16, 32, 64, 128, 256} or vocab_size=258.",
     ]

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from paralign.blueprint import Batch
 from paralign.models.decoder import DecoderBlueprint
 from paralign.models.llama.model import llama_rotary
 from paralign.models.llama.presets import LlamaConfig
 from paralign.models.rotary import Rotary
+
+if TYPE_CHECKING:
+    from paralign.parallel.tensor_styles import TensorStyle
 
 
 class LlamaBlueprint(DecoderBlueprint):
@@ -23,3 +28,17 @@ class LlamaBlueprint(DecoderBlueprint):
     def context(self, batch: Batch, *, seq_len: int) -> Rotary:
         """Return the rotary tables of this rank's positions; ``seq_len`` does not enter."""
         return llama_rotary(self._config, batch["positions"])
+
+    def tensor_parallel(self) -> dict[str, TensorStyle]:
+        """Cut attention by heads; key and value heads fewer than ranks are shared by neighbours."""
+        from paralign.parallel.tensor_styles import ColumnParallel, RowParallel, SharedInput
+
+        kv_heads = self._config.num_kv_heads
+        return {
+            **super().tensor_parallel(),
+            "layers.*.attention": SharedInput(),
+            "layers.*.attention.wq": ColumnParallel(num_heads=self._config.num_heads),
+            "layers.*.attention.wk": ColumnParallel(num_heads=kv_heads),
+            "layers.*.attention.wv": ColumnParallel(num_heads=kv_heads),
+            "layers.*.attention.wo": RowParallel(),
+        }

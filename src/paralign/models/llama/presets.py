@@ -9,6 +9,7 @@ from paralign.models.rules import (
     divide_problem,
     even_problem,
     seq_len_problem,
+    shared_heads_problem,
     size_problems,
     split_problem,
 )
@@ -100,7 +101,7 @@ def problems(config: LlamaConfig, degrees: Degrees, seq_len: int) -> list[str]:
     tp = degrees.tp
     return [
         *split_problem("num_heads", config.num_heads, tp, "tp"),
-        # Fewer key/value heads than ranks can be replicated, each beside its own query heads.
-        *split_problem("num_kv_heads", config.num_kv_heads, min(tp, config.num_kv_heads), "tp"),
+        *shared_heads_problem(config.num_kv_heads, tp),
         *split_problem("ffn_hidden_size", config.ffn_hidden_size, tp, "tp"),
+        *split_problem("vocab_size", config.vocab_size, tp, "tp"),
     ]

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from paralign.blueprint import Batch
 from paralign.models.decoder import DecoderBlueprint
 from paralign.models.pangu_moe.model import pangu_rotary
 from paralign.models.pangu_moe.presets import PanguMoeConfig
 from paralign.models.rotary import Rotary
+
+if TYPE_CHECKING:
+    from paralign.parallel.tensor_styles import TensorStyle
 
 
 class PanguMoeBlueprint(DecoderBlueprint):
@@ -23,3 +28,28 @@ class PanguMoeBlueprint(DecoderBlueprint):
     def context(self, batch: Batch, *, seq_len: int) -> Rotary:
         """Return the rotary tables of this rank's positions; ``seq_len`` does not enter."""
         return pangu_rotary(self._config, batch["positions"])
+
+    def tensor_parallel(self) -> dict[str, TensorStyle]:
+        """Cut by heads what follows the latents, which are narrow and made from the stream.
+
+        They are gathered instead of the stream, and so is the rotary key, which all heads share.
+        """
+        from paralign.parallel.tensor_styles import (
+            ColumnParallel,
+            RowParallel,
+            SharedInput,
+            TokenWise,
+        )
+
+        heads = self._config.num_heads
+        return {
+            **super().tensor_parallel(),
+            "layers.*.attention.q_down": TokenWise(),
+            "layers.*.attention.q_norm": TokenWise(),
+            "layers.*.attention.q_up": ColumnParallel(num_heads=heads),
+            "layers.*.attention.kv_down": TokenWise(),
+            "layers.*.attention.kv_norm": TokenWise(),
+            "layers.*.attention.kv_up": ColumnParallel(num_heads=heads),
+            "layers.*.attention.rotary_key": SharedInput(),
+            "layers.*.attention.out": RowParallel(),
+        }

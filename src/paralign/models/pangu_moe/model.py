@@ -38,6 +38,7 @@ class LatentAttention(nn.Module):
         self.kv_norm = nn.RMSNorm(config.kv_lora_rank, eps=config.norm_eps)
         kv_width = config.qk_nope_head_dim + config.v_head_dim
         self.kv_up = nn.Linear(config.kv_lora_rank, heads * kv_width, bias=bias)
+        self.rotary_key = nn.Identity()  # a name for the one key that all heads share
         self.out = nn.Linear(heads * config.v_head_dim, hidden, bias=bias)
         self.core = CausalAttention()
 
@@ -49,21 +50,23 @@ class LatentAttention(nn.Module):
 
     def _queries(self, x: Tensor, rotary: Rotary) -> Tensor:
         c = self.config
-        q = self._split_heads(self.q_up(self.q_norm(self.q_down(x))))
+        q = _split_heads(self.q_up(self.q_norm(self.q_down(x))), c.qk_head_dim)
         nope, rope = torch.split(q, [c.qk_nope_head_dim, c.qk_rope_head_dim], dim=-1)
         return torch.cat((nope, apply_rotary(rope, rotary)), dim=-1)
 
     def _keys_and_values(self, x: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor]:
         c = self.config
         latent, rope = torch.split(self.kv_down(x), [c.kv_lora_rank, c.qk_rope_head_dim], dim=-1)
-        kv = self._split_heads(self.kv_up(self.kv_norm(latent)))
+        width = c.qk_nope_head_dim + c.v_head_dim
+        kv = _split_heads(self.kv_up(self.kv_norm(latent)), width)
         nope, v = torch.split(kv, [c.qk_nope_head_dim, c.v_head_dim], dim=-1)
         # The one rotary key serves every head.
-        rope = apply_rotary(rope.unsqueeze(1), rotary).expand(-1, c.num_heads, -1, -1)
-        return torch.cat((nope, rope), dim=-1), v
+        rope = apply_rotary(self.rotary_key(rope).unsqueeze(1), rotary)
+        return torch.cat((nope, rope.expand(-1, nope.shape[1], -1, -1)), dim=-1), v
 
-    def _split_heads(self, x: Tensor) -> Tensor:
-        return x.view(*x.shape[:-1], self.config.num_heads, -1).transpose(1, 2)  # [B, N, S, D]
+
+def _split_heads(x: Tensor, width: int) -> Tensor:
+    return x.view(*x.shape[:-1], -1, width).transpose(1, 2)  # [B, N, S, D]
 
 
 class Layer(nn.Module):

@@ -93,4 +93,5 @@ def problems(config: PanguMoeConfig, degrees: Degrees, seq_len: int) -> list[str
     return [
         *split_problem("num_heads", config.num_heads, degrees.tp, "tp"),
         *split_problem("ffn_hidden_size", config.ffn_hidden_size, degrees.tp, "tp"),
+        *split_problem("vocab_size", config.vocab_size, degrees.tp, "tp"),
     ]

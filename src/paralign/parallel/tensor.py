@@ -1,0 +1,155 @@
+"""Tensor parallelism of a whole stage: a blueprint's plan, checked and applied.
+
+A plan maps patterns of module names to styles, as ``parallelize_module`` takes them. It must cover
+every parameter, because only the plan knows whether the gradient of a replicated weight is whole on
+every rank or a partial sum. See ``docs/tensor-parallel.md``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from paralign.errors import LayoutError
+from paralign.parallel.tensor_styles import SharedInput, TensorParallel, TensorStyle
+from paralign.parallel.tensor_weights import Spread, spread_
+
+TensorPlan = Mapping[str, TensorStyle]
+
+
+def tensor_problems(
+    model: nn.Module, plan: TensorPlan, *, degree: int, options: TensorParallel
+) -> list[str]:
+    """Return why ``plan`` cannot spread ``model`` over ``degree`` ranks, one sentence each.
+
+    Args:
+        model: The whole model, on any device.
+        plan: Pattern of module names, ``*`` for one part of a name -> style.
+        degree: Ranks of tp.
+        options: Settings of the run.
+    """
+    if not plan:
+        return [
+            f"the blueprint names no tensor-parallel plan, and axis 'tp' has {degree} ranks. "
+            "Return it from Blueprint.tensor_parallel(), or use tp=1"
+        ]
+    names = [name for name, _ in model.named_modules() if name]
+    problems = [
+        f"tensor_parallel() has {pattern!r}, which matches no module. {_near(pattern, names)}"
+        for pattern in plan
+        if not any(_matches(name, pattern) for name in names)
+    ]
+    for name in names:
+        if len(found := [p for p in plan if _matches(name, p)]) > 1:
+            problems.append(f"{name} has two styles, of {found[0]!r} and {found[1]!r}. Keep one")
+    if problems:
+        return problems
+    for name, style in styles_of(model, plan, options):
+        module = model.get_submodule(name)
+        problems += [f"{name}: {problem}" for problem in style.problems(module, degree)]
+    return problems or _coverage_problems(model, plan, degree=degree, options=options)
+
+
+def spreads_of(
+    model: nn.Module, plan: TensorPlan, *, degree: int, options: TensorParallel
+) -> dict[str, Spread]:
+    """Return how every parameter is spread, for every name that it has. Needs no ranks."""
+    return {
+        f"{name}.{leaf}": spread
+        for name, style in styles_of(model, plan, options)
+        for leaf, spread in style.spreads(model.get_submodule(name), degree).items()
+    }
+
+
+def apply_tensor(
+    stage: nn.Module, mesh: DeviceMesh, *, plan: TensorPlan, options: TensorParallel
+) -> set[str]:
+    """Spread the parameters of ``stage`` in place and wrap its modules.
+
+    Args:
+        stage: A stage, or a whole model, of which :func:`tensor_problems` found nothing.
+        mesh: The 1-D mesh of the axis.
+        plan: As :func:`tensor_problems`; patterns that only other stages match are left to them.
+        options: Settings of the run.
+
+    Returns:
+        Names of the parameters whose gradient is a partial sum over the axis: hand them to
+        :func:`paralign.parallel.tensor_weights.sum_partial_gradients` after every step.
+
+    Raises:
+        LayoutError: A module cannot have its style.
+    """
+    spreads = spreads_of(stage, plan, degree=mesh.size(), options=options)
+    # All at once, so that a parameter with two names stays one.
+    spread_(stage, spreads, mesh)
+    for name, style in styles_of(stage, plan, options):
+        style.apply(stage.get_submodule(name), mesh)
+    left = [name for name, _ in stage.named_parameters() if name not in spreads]
+    if left:
+        raise LayoutError(f"no style covers {', '.join(left)}. Add their modules to the plan.")
+    return {name for name, spread in spreads.items() if spread.is_partial}
+
+
+def styles_of(
+    root: nn.Module, plan: TensorPlan, options: TensorParallel
+) -> Iterator[tuple[str, TensorStyle]]:
+    """Yield the modules that have a style, and the style with the settings of the run."""
+    shared: list[str] = []
+    for name, _ in root.named_modules():
+        style = next((plan[p] for p in plan if _matches(name, p)), None)
+        if style is None:
+            continue
+        enters = not any(name.startswith(f"{outer}.") for outer in shared)
+        yield name, style.configured(options, enters=enters)
+        if isinstance(style, SharedInput):
+            shared.append(name)
+
+
+def _coverage_problems(
+    model: nn.Module, plan: TensorPlan, *, degree: int, options: TensorParallel
+) -> list[str]:
+    owners: dict[str, list[str]] = {}
+    spreads: dict[int, set[Spread]] = {}
+    for name, style in styles_of(model, plan, options):
+        for leaf, spread in style.spreads(model.get_submodule(name), degree).items():
+            owners.setdefault(f"{name}.{leaf}", []).append(name)
+            spreads.setdefault(id(model.get_parameter(f"{name}.{leaf}")), set()).add(spread)
+    problems = []
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+        covering = owners.get(name, [])
+        if not covering:
+            problems.append(
+                f"no style covers {name}. Add its module to tensor_parallel(); TokenWise() if it "
+                "treats each token alone"
+            )
+        elif len(covering) > 1:
+            problems.append(f"{name} is covered twice, by {' and '.join(covering)}. Keep one")
+    for key, found in spreads.items():
+        if len(found) > 1:
+            ways = ", ".join(sorted(str(spread) for spread in found))
+            problems.append(
+                f"{' and '.join(names[key])} are one parameter spread in two ways: {ways}"
+            )
+    return problems
+
+
+def _matches(name: str, pattern: str) -> bool:
+    """Compare part by part, so that ``*`` stands for one part of a name."""
+    parts, patterns = name.split("."), pattern.split(".")
+    return len(parts) == len(patterns) and all(map(fnmatchcase, parts, patterns))
+
+
+def _near(pattern: str, names: Iterable[str]) -> str:
+    known = list(dict.fromkeys(".".join(_star(part) for part in n.split(".")) for n in names))
+    near = get_close_matches(pattern, known, n=1)
+    return f"Did you mean {near[0]!r}?" if near else f"It has {', '.join(known[:8])}."
+
+
+def _star(part: str) -> str:
+    return "*" if part.isdigit() else part

@@ -1,0 +1,433 @@
+"""What tensor parallelism does to one module: its part of the weights, and what is sent around it.
+
+Between blocks the residual stream is cut along the sequence (sequence parallel) or held whole by
+every rank; inside a block every rank has all tokens and a part of the features::
+
+    stream [B, S/n, H]  enter: all-gather          column -> core -> row   leave: reduce-scatter
+    stream [B, S, H]    enter: gradients all-reduced         "             leave: all-reduce
+
+Weights are DTensors on the tp axis, so that FSDP shards what tp has left. The work itself is done
+on plain local tensors: a module runs its own ``forward`` on its local weights.
+
+Ref:
+    Shoeybi et al., "Megatron-LM", 2019. https://arxiv.org/abs/1909.08053
+    Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022
+    (sequence parallel). https://arxiv.org/abs/2205.05198
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from paralign.collectives import (
+    all_gather_dim,
+    all_reduce_backward,
+    all_reduce_forward,
+    reduce_scatter_dim,
+)
+from paralign.errors import LayoutError
+from paralign.parallel.tensor_weights import Spread, local_of, spread_
+
+
+@dataclass(frozen=True)
+class TensorParallel:
+    """How tensor parallelism runs.
+
+    Attributes:
+        sequence_parallel: Between blocks, cut the stream along the sequence, so that norms and
+            residuals are computed once and activations take one tp-th of the memory. The same
+            bytes travel.
+    """
+
+    sequence_parallel: bool = True
+
+
+class TensorStyle(ParallelStyle):
+    """Base of the styles of a tensor-parallel plan. Works alone too: :meth:`apply`.
+
+    Args:
+        seq_dim: Dim of the residual stream that counts tokens.
+    """
+
+    def __init__(self, *, seq_dim: int = 1) -> None:
+        super().__init__()
+        self.seq_dim = seq_dim
+        self.options = TensorParallel()
+        self.enters = True  # its input is the stream; False: an outer module has entered already
+
+    def configured(self, options: TensorParallel, *, enters: bool) -> Self:
+        """Return the same style with the settings of a run."""
+        style = copy.copy(self)
+        style.options, style.enters = options, enters
+        return style
+
+    @property
+    def crossing(self) -> str:
+        """``enter`` or ``leave`` when the stream does so here; empty: it does not."""
+        return ""
+
+    def spreads(self, module: nn.Module, degree: int) -> dict[str, Spread]:
+        """Return how each parameter of ``module`` is spread; pure, works on the meta device."""
+        raise NotImplementedError
+
+    def problems(self, module: nn.Module, degree: int) -> list[str]:
+        """Return why ``module`` cannot have this style over ``degree`` ranks."""
+        return []
+
+    def run(
+        self, module: nn.Module, call: Callable[..., Any], region: Region
+    ) -> Callable[..., Any]:
+        """Return what stands in front of ``call``, the module's own forward."""
+        raise NotImplementedError
+
+    def apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        """Spread the parameters of ``module`` over a 1-D mesh, wrap its forward, and return it.
+
+        Parameters that are DTensors already are left as they are.
+
+        Raises:
+            LayoutError: The module cannot have this style, or has one already.
+        """
+        if problems := self.problems(module, device_mesh.size()):
+            raise LayoutError.from_problems(f"cannot apply {type(self).__name__}", problems)
+        if isinstance(module.forward, TensorForward):
+            raise LayoutError(
+                f"{type(module).__name__} has a tensor-parallel style already. Apply one only."
+            )
+        spread_(module, self.spreads(module, device_mesh.size()), device_mesh)
+        region = Region(device_mesh, self.options, seq_dim=self.seq_dim)
+        forward: Any = TensorForward(self.run(module, module.forward, region))
+        module.forward = forward
+        return module
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        return self.apply(module, device_mesh)
+
+
+class TensorForward:
+    """Stands in for ``module.forward``."""
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self._call = call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module on this rank's part."""
+        return self._call(*args, **kwargs)
+
+
+class Region:
+    """The two ends of a tensor-parallel region on one rank.
+
+    Args:
+        mesh: The 1-D mesh of the axis.
+        options: Settings of the run.
+        seq_dim: Dim of the stream that counts tokens.
+    """
+
+    def __init__(self, mesh: DeviceMesh, options: TensorParallel, *, seq_dim: int) -> None:
+        self.mesh = mesh
+        self.group: dist.ProcessGroup = mesh.get_group()
+        self.rank = mesh.get_local_rank()
+        self.degree = mesh.size()
+        self._cuts_sequence = options.sequence_parallel
+        self._seq_dim = seq_dim
+
+    def enter(self, x: Tensor) -> Tensor:
+        """Give every rank all tokens of the stream; gradients of all ranks are summed."""
+        if self._cuts_sequence:
+            return all_gather_dim(x, dim=self._seq_dim, group=self.group)
+        return all_reduce_backward(x, group=self.group)
+
+    def leave(self, x: Tensor) -> Tensor:
+        """Sum what the ranks computed, back into the stream."""
+        if self._cuts_sequence:
+            return reduce_scatter_dim(x, dim=self._seq_dim, group=self.group)
+        return all_reduce_forward(x, group=self.group)
+
+
+class TokenWise(TensorStyle):
+    """A module that treats each token of the stream alone, with whole weights on every rank: norms.
+
+    Comm:
+        none. With sequence parallel a rank's gradients are those of its own tokens, a partial sum
+        over tp; without it every rank computes the same, and they are whole.
+    """
+
+    def spreads(self, module: nn.Module, degree: int) -> dict[str, Spread]:
+        """All parameters below the module, replicated."""
+        spread = Spread(dim=None, is_partial=self.options.sequence_parallel)
+        return {name: spread for name, _ in module.named_parameters()}
+
+    def run(
+        self, module: nn.Module, call: Callable[..., Any], region: Region
+    ) -> Callable[..., Any]:
+        """Run on local weights."""
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            with local_parameters(module):
+                return call(*args, **kwargs)
+
+        return forward
+
+
+class SharedInput(TensorStyle):
+    """A module whose first argument is the stream and feeds several column-parallel linears.
+
+    The stream is gathered once for all of them; linears inside take it as it is. A module without
+    parameters of its own that only hands its input on makes a shared tensor enter by itself.
+
+    Comm:
+        with sequence parallel: one all-gather forward, one reduce-scatter backward; without: one
+        all-reduce backward.
+    """
+
+    @property
+    def crossing(self) -> str:
+        """The stream enters."""
+        return "enter"
+
+    def spreads(self, module: nn.Module, degree: int) -> dict[str, Spread]:
+        """None: what is inside has styles of its own."""
+        return {}
+
+    def run(
+        self, module: nn.Module, call: Callable[..., Any], region: Region
+    ) -> Callable[..., Any]:
+        """Let the first argument enter."""
+        name = type(module).__name__
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if not args or not isinstance(args[0], Tensor):
+                raise LayoutError(
+                    f"SharedInput needs the stream as the first positional argument of {name}, "
+                    f"which was called with {len(args)} of them. Pass it by position."
+                )
+            return call(region.enter(args[0]), *args[1:], **kwargs)
+
+        return forward
+
+
+class ColumnParallel(TensorStyle):
+    """An ``nn.Linear`` of which each rank computes a part of the output features.
+
+    Shapes (n ranks): weight ``[out / n, in]``, bias ``[out / n]``; maps all tokens ``[B, S, in]``
+    to ``[B, S, out / n]``.
+
+    Comm:
+        none inside a :class:`SharedInput`; else what that does.
+
+    Args:
+        num_heads: The output features are those of so many heads. With fewer heads than ranks,
+            ``n / num_heads`` neighbouring ranks compute the same head, each for its own query
+            heads: the weight is replicated, a rank uses the rows of its head, and the gradient is a
+            partial sum.
+        seq_dim: Dim of the stream that counts tokens.
+    """
+
+    def __init__(self, *, num_heads: int | None = None, seq_dim: int = 1) -> None:
+        super().__init__(seq_dim=seq_dim)
+        self.num_heads = num_heads
+
+    @property
+    def crossing(self) -> str:
+        """The stream enters, unless it has further out."""
+        return "enter" if self.enters else ""
+
+    def spreads(self, module: nn.Module, degree: int) -> dict[str, Spread]:
+        """Rows of weight and bias; whole where heads are shared."""
+        spread = Spread(dim=None, is_partial=True) if self._shares(degree) else Spread(dim=0)
+        return {name: spread for name, _ in module.named_parameters(recurse=False)}
+
+    def problems(self, module: nn.Module, degree: int) -> list[str]:
+        """It must be a linear layer whose heads, or features, divide."""
+        if not isinstance(module, nn.Linear):
+            return _not_a(module, nn.Linear)
+        heads = self.num_heads
+        if heads is None:
+            return _uneven("out_features", module.out_features, degree)
+        if module.out_features % heads:
+            return [f"out_features={module.out_features} are not those of num_heads={heads}"]
+        if heads % degree and degree % heads:
+            return [
+                f"num_heads={heads} and axis 'tp' ({degree} ranks): one must be a multiple of the "
+                "other"
+            ]
+        return []
+
+    def run(
+        self, module: nn.Module, call: Callable[..., Any], region: Region
+    ) -> Callable[..., Any]:
+        """Compute this rank's output features."""
+        rows = self._rows(module, region) if self._shares(region.degree) else None
+
+        def forward(x: Tensor) -> Any:
+            with local_parameters(module, rows=rows):
+                return self._output(call(region.enter(x) if self.enters else x), region)
+
+        return forward
+
+    def _output(self, x: Tensor, region: Region) -> Tensor:
+        return x
+
+    def _shares(self, degree: int) -> bool:
+        return self.num_heads is not None and self.num_heads < degree
+
+    def _rows(self, module: nn.Module, region: Region) -> tuple[int, int]:
+        """Where the rows of this rank's head start, and how many they are."""
+        assert isinstance(module, nn.Linear) and self.num_heads is not None
+        head = region.rank // (region.degree // self.num_heads)
+        width = module.out_features // self.num_heads
+        return head * width, width
+
+
+class VocabularyHead(ColumnParallel):
+    """The linear layer that makes logits: each rank those of its part of the vocabulary.
+
+    Returns a DTensor ``[B, S, V]``, sharded on the vocabulary, whose loss is computed without
+    gathering it; see :func:`paralign.loss.token_cross_entropy_sum`.
+    """
+
+    def __init__(self, *, seq_dim: int = 1) -> None:
+        super().__init__(seq_dim=seq_dim)
+
+    def _output(self, x: Tensor, region: Region) -> Tensor:
+        return DTensor.from_local(x, region.mesh, [Shard(x.ndim - 1)], run_check=False)
+
+
+class RowParallel(TensorStyle):
+    """An ``nn.Linear`` of which each rank multiplies a part of the input features.
+
+    Shapes (n ranks): weight ``[out, in / n]``, bias ``[out]``; maps ``[B, S, in / n]`` to the
+    stream. The bias is added once, after the sum.
+
+    Comm:
+        with sequence parallel: one reduce-scatter forward, one all-gather backward; without: one
+        all-reduce forward.
+    """
+
+    @property
+    def crossing(self) -> str:
+        """What it computes leaves into the stream."""
+        return "leave"
+
+    def spreads(self, module: nn.Module, degree: int) -> dict[str, Spread]:
+        """Columns of the weight; the bias acts on the stream."""
+        spreads = {"weight": Spread(dim=1)}
+        if getattr(module, "bias", None) is not None:
+            spreads["bias"] = Spread(dim=None, is_partial=self.options.sequence_parallel)
+        return spreads
+
+    def problems(self, module: nn.Module, degree: int) -> list[str]:
+        """It must be a linear layer whose input features divide."""
+        if not isinstance(module, nn.Linear):
+            return _not_a(module, nn.Linear)
+        return _uneven("in_features", module.in_features, degree)
+
+    def run(
+        self, module: nn.Module, call: Callable[..., Any], region: Region
+    ) -> Callable[..., Any]:
+        """Multiply, sum over ranks, add the bias."""
+
+        def forward(x: Tensor) -> Tensor:
+            bias = module._parameters["bias"]
+            with local_parameters(module, without="bias"):
+                out = region.leave(call(x))
+            return out if bias is None else out + local_of(bias)
+
+        return forward
+
+
+class VocabularyParallel(TensorStyle):
+    """An ``nn.Embedding`` of which each rank holds the rows of a part of the vocabulary.
+
+    Shapes (n ranks): weight ``[V / n, H]``; maps all tokens ``[B, S]`` to the stream.
+
+    Comm:
+        as :class:`RowParallel`. Exact: all but one of the terms are zero.
+    """
+
+    @property
+    def crossing(self) -> str:
+        """What it looks up leaves into the stream."""
+        return "leave"
+
+    def spreads(self, module: nn.Module, degree: int) -> dict[str, Spread]:
+        """Rows."""
+        return {"weight": Spread(dim=0)}
+
+    def problems(self, module: nn.Module, degree: int) -> list[str]:
+        """It must be a plain embedding whose rows divide."""
+        if not isinstance(module, nn.Embedding):
+            return _not_a(module, nn.Embedding)
+        used = ("padding_idx", "max_norm", "scale_grad_by_freq", "sparse")
+        set_ = [f"{n}={v!r}" for n in used if (v := getattr(module, n)) not in (None, False)]
+        extra = [f"{', '.join(set_)} would act on a part of the rows. Leave it out"] if set_ else []
+        return extra + _uneven("num_embeddings", module.num_embeddings, degree)
+
+    def run(
+        self, module: nn.Module, call: Callable[..., Any], region: Region
+    ) -> Callable[..., Any]:
+        """Look up this rank's tokens; the others' rows come from the others."""
+        assert isinstance(module, nn.Embedding)
+        size = module.num_embeddings // region.degree
+        first = region.rank * size
+
+        def forward(tokens: Tensor) -> Tensor:
+            is_elsewhere = (tokens < first) | (tokens >= first + size)
+            with local_parameters(module):
+                found = call((tokens - first).masked_fill(is_elsewhere, 0))
+            return region.leave(found.masked_fill(is_elsewhere.unsqueeze(-1), 0.0))
+
+        return forward
+
+
+@contextmanager
+def local_parameters(
+    module: nn.Module, *, rows: tuple[int, int] | None = None, without: str | None = None
+) -> Iterator[None]:
+    """Let ``module`` see plain local tensors where it holds DTensors, with gradients.
+
+    Args:
+        module: Itself and everything below it.
+        rows: Start and length of the rows to see of each parameter; None: all.
+        without: Leaf name of a parameter to hide.
+    """
+    held = [
+        (owner, leaf, parameter)
+        for owner in module.modules()
+        for leaf, parameter in owner._parameters.items()
+        if parameter is not None
+    ]
+    try:
+        for owner, leaf, parameter in held:
+            local = local_of(parameter)
+            seen = local if rows is None else local.narrow(0, *rows)
+            # A plain tensor is not what the dict is declared to hold, but what forward reads.
+            owner._parameters[leaf] = None if leaf == without else seen  # type: ignore[assignment]
+        yield
+    finally:
+        for owner, leaf, parameter in held:
+            owner._parameters[leaf] = parameter
+
+
+def _not_a(module: nn.Module, kind: type[nn.Module]) -> list[str]:
+    return [f"it is for nn.{kind.__name__}, not {type(module).__name__}"]
+
+
+def _uneven(name: str, value: int, degree: int) -> list[str]:
+    if value % degree == 0:
+        return []
+    return [
+        f"{name}={value} does not split evenly over axis 'tp' ({degree} ranks, remainder "
+        f"{value % degree})"
+    ]

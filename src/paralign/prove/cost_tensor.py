@@ -1,0 +1,119 @@
+"""What tensor parallelism sends in one step; counted on the meta device, not measured.
+
+The skeleton that is run is the whole model on a rank's part of the stream, so an activation of it
+has as many tokens as the rank's stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from paralign.config.run import RunConfig
+from paralign.mesh import Axis
+from paralign.parallel.support import Plan
+from paralign.parallel.tensor import TensorPlan, styles_of
+from paralign.parallel.tensor_styles import TensorParallel
+from paralign.prove.traffic import BYTES, Traffic, all_reduced, sent
+
+
+@dataclass(frozen=True, kw_only=True)
+class Crossing:
+    """The stream on its way into or out of one module, on one micro-batch.
+
+    Attributes:
+        module: Global name.
+        kind: ``enter`` or ``leave``.
+        num_bytes: What this rank holds of the stream there.
+    """
+
+    module: str
+    kind: str
+    num_bytes: int
+
+
+class StreamWatch:
+    """Notes every crossing of a forward pass of ``skeleton``."""
+
+    def __init__(self, skeleton: nn.Module, plan: TensorPlan, options: TensorParallel) -> None:
+        self.cuts_sequence = options.sequence_parallel
+        self.crossings: list[Crossing] = []
+        for name, style in styles_of(skeleton, plan, options):
+            module = skeleton.get_submodule(name)
+            if style.crossing == "enter":
+                module.register_forward_pre_hook(self._entering(name))
+            elif style.crossing == "leave":
+                module.register_forward_hook(self._leaving(name))
+
+    def of(self, pieces: Sequence[str]) -> Iterator[Crossing]:
+        """Yield the crossings in and below the modules called ``pieces``."""
+        for crossing in self.crossings:
+            if any(f"{crossing.module}.".startswith(f"{piece}.") for piece in pieces):
+                yield crossing
+
+    def _entering(self, name: str) -> Any:
+        def note(module: nn.Module, args: tuple[Any, ...]) -> None:
+            self.crossings.append(_crossing(name, "enter", args[0]))
+
+        return note
+
+    def _leaving(self, name: str) -> Any:
+        def note(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+            self.crossings.append(_crossing(name, "leave", output))
+
+        return note
+
+
+def _crossing(name: str, kind: str, x: Tensor) -> Crossing:
+    return Crossing(module=name, kind=kind, num_bytes=x.numel() * x.element_size())
+
+
+def tensor_traffic(
+    pieces: Sequence[str], stream: StreamWatch, *, config: RunConfig, plan: Plan, has_loss: bool
+) -> Iterator[Traffic]:
+    """Yield every crossing of the stream, forward and backward, and the loss of a cut vocabulary.
+
+    Args:
+        pieces: Global names of what a pipeline rank has of the model.
+        stream: What a forward pass of the skeleton showed.
+        config: The run.
+        plan: The resolved plan.
+        has_loss: Whether the pipeline rank computes the loss.
+    """
+    tp, m = config.mesh.tp, plan.num_microbatches
+    if tp == 1:
+        return
+    crossings = list(stream.of(pieces))
+    held = sum(crossing.num_bytes for crossing in crossings)
+    if stream.cuts_sequence:
+        # One way gathers, the other way, backward or forward, scatters sums.
+        for collective in ("all-gather", "reduce-scatter"):
+            yield Traffic(
+                what="stream",
+                collective=collective,
+                axis=str(Axis.TP),
+                calls=m * len(crossings),
+                num_bytes=m * sent(held * tp, tp),
+            )
+    else:
+        yield Traffic(
+            what="stream",
+            collective="all-reduce",
+            axis=str(Axis.TP),
+            calls=m * len(crossings),
+            num_bytes=m * all_reduced(held, tp),
+        )
+    if has_loss:
+        degrees = config.mesh.degrees
+        tokens = config.batch.global_batch // degrees.dp // m * config.batch.seq_len // degrees.cp
+        # Two calls: the largest logit; the sum of exponentials, the label's logit, who has it.
+        yield Traffic(
+            what="cross entropy",
+            collective="all-reduce",
+            axis=str(Axis.TP),
+            calls=2 * m,
+            num_bytes=m * all_reduced(4 * tokens * max(4, BYTES[plan.compute_dtype]), tp),
+        )
