@@ -162,8 +162,15 @@ PLANS = [
         fix="Use tp in {1, 2, 4}",
     ),
     wrong_set(
+        "heads_left_by_tp",
+        "mesh={cp: 2, tp: 4}",
+        value="num_heads=1",
+        rule="axis 'cp'",
+        fix="counted after tp=4 has split num_heads=4",
+    ),
+    wrong_set(
         "sequence_parallel",
-        "mesh.tp=4",
+        "mesh={tp: 4}",
         "batch.seq_len=42",
         value="batch.seq_len=42 over cp=1",
         rule="do not divide over axis 'tp' (4 ranks, remainder 2)",

@@ -174,8 +174,10 @@ def _sequence(facts: Facts) -> Iterator[str]:
     model = _sound_sizes(facts)
     num_heads = model.size("num_heads") or cp
     num_kv_heads = model.size("num_kv_heads") or num_heads
-    if num_heads % config.mesh.tp == 0 and model.size("num_heads"):
+    left = ""
+    if config.mesh.tp > 1 and num_heads % config.mesh.tp == 0 and model.size("num_heads"):
         # What tp has left of them on a rank; that it divides is another rule.
+        left = f" Heads are counted after tp={config.mesh.tp} has split num_heads={num_heads}."
         num_heads //= config.mesh.tp
         num_kv_heads = max(1, num_kv_heads // config.mesh.tp)
     problems = requirements(
@@ -186,7 +188,7 @@ def _sequence(facts: Facts) -> Iterator[str]:
         ulysses_degree=config.context.ulysses_degree,
         load_balance=config.context.load_balance,
     )
-    yield from (f"{problem.rstrip('.')}." for problem in problems)
+    yield from (f"{problem.rstrip('.')}.{left}" for problem in problems)
     yield from _stream(config) if not problems else ()
 
 
