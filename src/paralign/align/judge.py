@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
+from paralign.align.ahead import results_ahead
 from paralign.align.amplify import amplified_noise
 from paralign.align.budget import EPS, FP64_TENSOR, SQUARE_FACTOR, Budget, Yardstick
 from paralign.align.measure import (
@@ -130,6 +132,14 @@ class Judge:
         )
 
     def _pairs(self, moment: Moment) -> Iterator[_Pair]:
+        for quantities, measured in results_ahead(self._measurements(moment)):
+            name, side, reference, base = quantities
+            yield _Pair(name, side, reference, base, measured, self._own(moment, measured))
+
+    def _measurements(
+        self, moment: Moment
+    ) -> Iterator[tuple[tuple[str, Quantity, Quantity, Quantity], Callable[[], Measured]]]:
+        """Yield name, side, reference and base of every tensor, and how to measure it."""
         for name in self._all_names(moment):
             sides = self._complete(moment, name)
             if sides is None:
@@ -141,8 +151,8 @@ class Judge:
             if _is_discrete(side) and _is_discrete(base):
                 self._compare_discrete(moment, name, side, base)
                 continue
-            measured = measure(side, base, other=self._other(moment, name, reference))
-            yield _Pair(name, side, reference, base, measured, self._own(moment, measured))
+            other = self._other(moment, name, reference)
+            yield (name, *sides), partial(measure, side, base, other=other)
 
     def _other(self, moment: Moment, name: str, reference: Quantity) -> Quantity | None:
         """Return what is measured against the base beside the parallel run, if anything is."""

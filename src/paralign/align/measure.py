@@ -6,10 +6,8 @@ time, however large the tensors are.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import torch
@@ -17,13 +15,11 @@ from torch import Tensor
 
 from paralign.align.pair import Piece, Quantity
 from paralign.align.payload import Scratch
-from paralign.layout import Box, boxes, local_shape
+from paralign.layout import Box, boxes
 
 PART_ELEMENTS = 1 << 17
 """Elements compared at once: 1 MiB per operand, which stays in the cache."""
 
-_READ_AHEAD = 4
-"""Pieces of more parts than this are read in a thread of their own."""
 _CLOSE, _LARGE = 0.1, 1e140
 
 REPORTED_SHARE = 2e-3
@@ -149,28 +145,15 @@ Parts = tuple[Box, Tensor, Tensor | None, list[Tensor]]
 
 
 def _read(pieces: Sequence[Piece], base: Quantity, other: Quantity | None) -> Iterator[Parts]:
-    """Read replicas and their base part by part; of large ones the next part while one is used."""
-    # Two sets of memory: one is used while the next part is read into the other.
-    sets = itertools.cycle([[Scratch() for _ in range(len(pieces) + 2)] for _ in range(2)])
-    parts = (
-        (
+    """Read replicas and their base part by part, each into the memory of the one before."""
+    memory = [Scratch() for _ in range(len(pieces) + 2)]
+    for box in _parts(pieces[0]):
+        yield (
             box,
             base.fetch(box, memory[0]),
             None if other is None else other.fetch(box, memory[1]),
             [piece.read(box, own) for piece, own in zip(pieces, memory[2:], strict=True)],
         )
-        for box, memory in zip(_parts(pieces[0]), sets, strict=False)
-    )
-    large = math.prod(local_shape(pieces[0].map)) > _READ_AHEAD * PART_ELEMENTS
-    return _ahead(parts) if large else parts
-
-
-def _ahead(parts: Iterator[Parts]) -> Iterator[Parts]:
-    with ThreadPoolExecutor(1) as reader:
-        coming = reader.submit(next, parts, None)
-        while (part := coming.result()) is not None:
-            coming = reader.submit(next, parts, None)
-            yield part
 
 
 def are_bitwise_equal(side: Quantity, base: Quantity) -> bool:

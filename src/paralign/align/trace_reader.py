@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections import OrderedDict
 from pathlib import Path
+from threading import Lock
 from types import TracebackType
 from typing import Any
 
@@ -47,6 +48,7 @@ class TraceReader:
     def __init__(self, directory: str | Path) -> None:
         self.directory = Path(directory)
         self._open: OrderedDict[str, Payload] = OrderedDict()
+        self._lock = Lock()  # a payload has one position, and may be closed for another
         if not self.directory.is_dir():
             raise TraceError(
                 f"{self.directory}: there is no such folder. Give the folder that pa.record wrote."
@@ -80,20 +82,21 @@ class TraceReader:
         """
         if entry.file is None or entry.key is None:
             return torch.zeros(box.shape, dtype=getattr(torch, entry.dtype))
-        file = self._payload(entry.file)
-        try:
-            code, shape = file.describe(entry.key)
-            if (shape, code) != (entry.held_shape, DTYPE_CODES[entry.dtype]):
-                raise TraceError(
-                    f"{self.directory / entry.file}: {entry.key!r} is {code} {list(shape)}, but "
-                    f"the index says {DTYPE_CODES[entry.dtype]} {list(entry.held_shape)}. "
-                    "The files are mixed up; record again."
-                )
-            if lens is None:
-                lens = Lens(0, row_major(shape))
-            return file.read(entry.key, lens.window(box), scratch)
-        except (ValueError, OSError) as error:
-            raise self._damaged(self.directory / entry.file, str(error)) from error
+        with self._lock:
+            file = self._payload(entry.file)
+            try:
+                code, shape = file.describe(entry.key)
+                if (shape, code) != (entry.held_shape, DTYPE_CODES[entry.dtype]):
+                    raise TraceError(
+                        f"{self.directory / entry.file}: {entry.key!r} is {code} {list(shape)}, "
+                        f"but the index says {DTYPE_CODES[entry.dtype]} {list(entry.held_shape)}. "
+                        "The files are mixed up; record again."
+                    )
+                if lens is None:
+                    lens = Lens(0, row_major(shape))
+                return file.read(entry.key, lens.window(box), scratch)
+            except (ValueError, OSError) as error:
+                raise self._damaged(self.directory / entry.file, str(error)) from error
 
     def close(self) -> None:
         """Close all payloads."""
