@@ -120,3 +120,16 @@ def test_contributions_that_are_multiples_do_not_hide_the_others(
     finding = explain(scene, tmp_path, lambda r: parts(scene, lambda rank, n: float(rank != lost)))
     assert (finding.component, finding.cause) == ("reduction", "missing_contribution")
     assert finding.evidence["ranks"] == [lost]
+
+
+def test_a_mean_that_counts_a_part_without_tokens(scene: Scene, tmp_path: Path) -> None:
+    """One micro-batch of one rank has no token; it adds nothing, and N counts it all the same."""
+    scene.contributions[4][1] = scaled(scene.contributions[4][1], 0.0)
+    total_tokens = ALL - TOKENS[4][1]
+
+    def weight(rank: int, number: int) -> float:
+        return total_tokens / 18 / TOKENS[rank][number]
+
+    finding = explain(scene, tmp_path, lambda _: parts(scene, weight))
+    assert (finding.component, finding.cause) == ("loss", "token_weighting")
+    assert finding.axes == ["dp", "cp"]

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from paralign.align import compare
+from paralign.align.verdict import Finding
 from tests.align.explain.scene import Run, Scene, write
 from tests.align.explain.test_data import MESH, batch, share
 
@@ -65,6 +66,7 @@ def after(x: Tensor, first: int, last: int | None = None) -> Tensor:
         (lambda x: x.bfloat16().double(), "precision", []),
         (dropped, "rng", []),
         (per_token, "different_config", []),
+        (lambda x: x * (torch.arange(FEATURES) != 3), "missing_contribution", []),  # no dropout
         (lambda x: x.flip(2), "permuted_shards", ["cp"]),
         (lambda x: output(3), "wrong_layer", []),
         (lambda x: after(x, 4), "mask_or_positions", ["cp"]),
@@ -147,3 +149,36 @@ def test_one_rank_that_differs_where_others_run_the_same_module(tmp_path: Path) 
     finding = compare(tmp_path / "ref", tmp_path / "par", allow_skipped=True).findings[0]
     assert (finding.component, finding.cause) == ("forward", "single_rank")
     assert finding.evidence["ranks"] == [1]
+
+
+def explain_over_tp(tmp_path: Path, outputs: list[Tensor], **changed) -> list[Finding]:
+    """Compare with a run whose two tp ranks return these for ``b``, and differ in all gradients."""
+    scene = Scene({"tp": 2})
+    reference = scene.rank()
+    reference.inputs, reference.outputs = [batch()], [{"b": output(2)}]
+    runs = [scene.rank(Scene({"tp": 2}, seed=5 + rank).right()) for rank in range(2)]
+    for run, made in zip(runs, outputs, strict=True):
+        run.inputs, run.outputs = [{**batch(), **changed}], [{"b": made}]
+    write(tmp_path / "ref", [reference], {})
+    write(tmp_path / "par", runs, scene.mesh)
+    return compare(tmp_path / "ref", tmp_path / "par", allow_skipped=True).findings
+
+
+def test_gradients_that_differ_as_outputs_do_are_no_cause_of_their_own(tmp_path: Path) -> None:
+    part = output(7)
+    (finding,) = explain_over_tp(tmp_path, [output(2) - part, part])
+    assert (finding.component, finding.cause) == ("forward", "missing_reduction")
+    assert finding.axes == ["tp"]
+
+
+def test_a_replica_that_is_off_is_not_looked_for_at_other_tokens(tmp_path: Path) -> None:
+    finding = explain_over_tp(tmp_path, [output(2), after(output(2), 0)])[0]
+    assert (finding.cause, finding.axes) == ("missing_reduction", ["tp"])
+    assert any("forward/rng" in candidate for candidate in finding.candidates)
+
+
+def test_outputs_of_wrong_inputs_are_no_cause_of_their_own(tmp_path: Path) -> None:
+    both = [after(output(2), 0)] * 2
+    found = explain_over_tp(tmp_path, both, positions=batch()["positions"] + 1)
+    assert found[0].component == "data"
+    assert "forward" not in {finding.component for finding in found}

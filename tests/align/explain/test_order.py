@@ -53,3 +53,10 @@ def test_gradients_that_were_not_cleared_keep_the_clipped_ones(tmp_path: Path) -
     assert (finding.component, finding.cause) == ("state", "stale")
     assert finding.evidence["adds_steps"] == [0]
     assert finding.evidence["eps_after"] < 20 < finding.evidence["eps_before"]
+
+
+def test_later_steps_follow_from_the_first_that_is_wrong(tmp_path: Path) -> None:
+    right = toy_step()
+    tripled = with_kind(right, Kind.GRAD, **{NAME: 3 * right[Kind.GRAD, NAME]})
+    report = judge(tmp_path, [off(1), tripled], [right, right])
+    assert {finding.evidence["step"] for finding in report.findings} == {0}

@@ -25,17 +25,23 @@ def weights() -> dict[tuple[str, str], torch.Tensor]:
     }
 
 
-def explain(tmp_path: Path, change, placements=SHARDED) -> list[Finding]:
-    """Compare with a run whose initial weights ``change(rank, entry, local)`` made."""
+def explain(tmp_path: Path, change, placements=SHARDED, small=()) -> list[Finding]:
+    """Compare with a run whose initial weights ``change(rank, entry, local)`` made.
+
+    Weights called ``small`` are there besides, too small for statistics.
+    """
     what = ("loss", "params", "grads")
-    write_trace(tmp_path / "ref", [weights()], what=what)
+    tensors = weights()
+    for kind in (Kind.PARAM, Kind.GRAD):
+        tensors |= {(kind, name): draw(len(kind), torch.Size([4])) for name in small}
+    write_trace(tmp_path / "ref", [tensors], what=what)
 
     def edit(rank, entry, local):
         return change(rank, entry, local) if entry.kind == Kind.PARAM else local
 
     write_trace(
         tmp_path / "par",
-        [weights()],
+        [tensors],
         what=what,
         mesh=MESH,
         placements=lambda name: placements,
@@ -88,3 +94,11 @@ def test_weights_that_nothing_explains(tmp_path: Path) -> None:
 
     (finding,) = explain(tmp_path, change)
     assert (finding.component, finding.cause) == ("weights", "unknown")
+
+
+def test_small_weights_follow_large_ones_that_were_drawn_anew(tmp_path: Path) -> None:
+    def change(rank, entry, local):
+        return draw(sum(entry.name.encode()), local.shape)
+
+    findings = explain(tmp_path, change, (Replicate(), Replicate()), small=["norm.bias"])
+    assert {finding.cause for finding in findings} == {"rng"}

@@ -136,7 +136,7 @@ def prove_other_rows(context: Context, item: Compared) -> Proof | None:
                 break
         else:
             return None
-    if not wrong or not found:
+    if not found:
         return None
     left = max(found.values())
     if not proves(item, left):
@@ -232,7 +232,8 @@ def prove_other_scale_per_token(context: Context, item: Compared) -> Proof | Non
         return None
     error = norm = 0.0
     low, high = math.inf, -math.inf
-    for piece in pieces_once(item):
+    # Every replica counts: one that is right shows a multiple of one.
+    for piece in (piece for pieces in item.side.replicas.values() for piece in pieces):
         for box in parts_of(piece):
             x = piece.read(box).flatten(2)
             r = item.base.fetch(box).flatten(2)
