@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from paralign.align.activation_pair import Found, StepOutputs
+from paralign.align.alike_rows import find_all_tokens
 from paralign.align.budget import Budget
 from paralign.align.judge import Compared
 from paralign.align.measure import Measured, measure
@@ -21,11 +22,9 @@ from paralign.align.pair import Moment, Quantity
 from paralign.align.rows import tensor_row
 from paralign.align.tensor_entry import Kind
 from paralign.align.token_map import (
-    Held,
     Inputs,
     Key,
     TokenTable,
-    find_tokens,
     step_inputs,
     step_samples,
     token_table,
@@ -141,16 +140,9 @@ class ActivationJudge:
         fed: Mapping[Key, Inputs],
     ) -> _Run:
         samples = step_samples(trace, step)
-
-        def find(inputs: Mapping[Key, Inputs]) -> dict[Key, Held]:
-            return {
-                key: find_tokens(given, table, trace.ranks[key[0]], samples.get(key))
-                for key, given in inputs.items()
-                if "tokens" in given
-            }
-
         rename = self.rename if trace is self.parallel else None
-        held, told = find(fed), find(told_inputs(trace, step))
+        held = find_all_tokens(trace, fed, table, samples)
+        told = find_all_tokens(trace, told_inputs(trace, step), table, samples)
         return _Run(
             trace,
             role,

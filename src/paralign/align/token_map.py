@@ -161,7 +161,12 @@ def _told_table(fed: Mapping[Key, Inputs], samples: Mapping[Key, Samples]) -> To
 
 
 def find_tokens(
-    fed: Inputs, table: TokenTable, index: RankIndex, samples: Samples | None = None
+    fed: Inputs,
+    table: TokenTable,
+    index: RankIndex,
+    samples: Samples | None = None,
+    *,
+    rows: Sequence[int] | None = None,
 ) -> Held:
     """Look up the rows of a micro-batch in the table.
 
@@ -170,23 +175,25 @@ def find_tokens(
         table: The rows of the global batch.
         index: Of the rank; its coordinates decide between slices of equal content.
         samples: Sample numbers of its rows, which decide between rows of equal content.
+        rows: The table's rows that they are, where others know (``PADDING``: they do not); decide
+            likewise.
     """
-    expected = [table.samples.get(sample, PADDING) for sample in samples or ()]
+    expected = list(rows or [table.samples.get(sample, PADDING) for sample in samples or ()])
     tokens = fed["tokens"].to(torch.int64)
-    rows, length = int(tokens.shape[0]), int(tokens.shape[1])
-    row_at: list[int] = [PADDING] * rows
-    at: list[Tensor | None] = [None] * rows
+    count, length = int(tokens.shape[0]), int(tokens.shape[1])
+    row_at: list[int] = [PADDING] * count
+    at: list[Tensor | None] = [None] * count
     # A slice of blanks is found in many places: the row that was told decides over the place, too.
     for as_told in (True, False) if expected else (False,):
         for candidate in _candidates(fed, table, index):
-            open_rows = [row for row in range(rows) if row_at[row] == PADDING]
+            open_rows = [row for row in range(count) if row_at[row] == PADDING]
             if not open_rows:
                 break
             for row, found in _match(tokens, candidate, open_rows, table, expected):
                 if not as_told or found == expected[row]:
                     row_at[row], at[row] = found, candidate[row]
-    lost = tuple(row for row in range(rows) if row_at[row] == PADDING)
-    return Held((rows, length), tuple(_blocks(row_at, at, table.shape[1])), lost)
+    lost = tuple(row for row in range(count) if row_at[row] == PADDING)
+    return Held((count, length), tuple(_blocks(row_at, at, table.shape[1])), lost)
 
 
 def _own_inputs(trace: TraceReader, index: RankIndex, step: int) -> tuple[dict[int, Inputs], int]:

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from paralign.align.alike_rows import find_all_tokens
 from paralign.align.explain.context import Context
 from paralign.align.token_map import (
     Held,
     Inputs,
     Key,
     TokenTable,
-    find_tokens,
     step_inputs,
     step_samples,
     token_table,
@@ -86,11 +86,8 @@ def fed_at(context: Context, step: int) -> Fed | None:
         return None
     # Told positions are left out: they are judged against where the tokens really are. Told
     # samples only decide between rows that are equal here: in their padding, for example.
-    samples = step_samples(trace, step)
-    held = {
-        key: find_tokens({"tokens": given["tokens"]}, table, trace.ranks[key[0]], samples.get(key))
-        for key, given in inputs.items()
-    }
+    tokens = {key: {"tokens": given["tokens"]} for key, given in inputs.items()}
+    held = find_all_tokens(trace, tokens, table, step_samples(trace, step))
     return Fed(table, inputs, held)
 
 
