@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from paralign.align import compare
-from paralign.align.trace import Facts, Kind, RankIndex, ScalarEntry, TensorEntry
+from paralign.align.trace import Facts, Kind, RankIndex, ScalarEntry, TensorEntry, TokenMap
 from paralign.align.trace_writer import TraceWriter, prepare_folder
 from paralign.align.verdict import Finding, Report
 from paralign.layout import whole
@@ -37,6 +37,8 @@ class Run:
     grads: Tensors
     micro: list[Tensors] = field(default_factory=list)
     inputs: list[Tensors] = field(default_factory=list)
+    samples: list[tuple[int, ...]] = field(default_factory=list)
+    """Per micro-batch what was told of its rows."""
     outputs: list[Tensors] = field(default_factory=list)
     """Per micro-batch; ``name#1`` is the second call of a module."""
     output_grads: list[Tensors] = field(default_factory=list)
@@ -188,6 +190,7 @@ def write(
         }
         group = {"options": {**OPTIONS, **(optimizer or {})}, "names": list(SHAPES)}
         index.optimizers = [{"class": "AdamW", "groups": [group]}]
+        index.token_maps = [TokenMap(0, number, rows) for number, rows in enumerate(run.samples)]
         writer = TraceWriter(directory, index)
         replicated = tuple(axis for axis, size in mesh.items() if size > 1)
 

@@ -84,6 +84,26 @@ def test_slices_that_read_alike_are_not_held_against_right_rows(tmp_path: Path) 
     assert finding.component == "backward"  # where the gradients are made other ones
 
 
+def test_what_was_told_of_slices_that_read_alike_makes_them_no_other_samples(
+    tmp_path: Path,
+) -> None:
+    """Rows 0 and 1 come twice, and are told as 2 and 3: on cp rank 1 their blanks may be these."""
+    whole = blank_second_halves()
+    scene = Scene({"cp": 2})
+    reference = scene.rank()
+    reference.inputs, reference.samples = [whole], [(0, 1, 2, 3)]
+    write(tmp_path / "ref", [reference], {})
+    runs = [scene.rank(Scene({"cp": 2}, seed=5).right()) for _ in range(2)]
+    for rank, run in enumerate(runs):
+        columns = slice(4 * rank, 4 * rank + 4)
+        run.inputs = [{name: t[:2, columns].clone() for name, t in whole.items()}] * 2
+        run.samples = [(0, 1), (2, 3)]
+    write(tmp_path / "par", runs, scene.mesh)
+    finding = compare(tmp_path / "ref", tmp_path / "par", allow_skipped=True).findings[0]
+    assert (finding.cause, finding.axes) == ("different_data", [])
+    assert finding.evidence["rank"] == 0  # one rank's micro-batches repeat
+
+
 def test_other_samples_on_a_cp_rank(tmp_path: Path) -> None:
     def change(at, fed):
         return {n: t.roll(1, 0) for n, t in fed.items()} if at[1] else fed
