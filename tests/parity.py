@@ -21,6 +21,7 @@ from paralign.config.run import RunConfig
 from paralign.launch import report_event
 from paralign.layout import boxes, local_boxes
 from paralign.mesh import build_mesh
+from paralign.models.router import named_biases
 from paralign.program import Program
 from paralign.prove.build import (
     build_data,
@@ -66,6 +67,7 @@ BASE: Mapping[str, Any] = {
 
 PANGU: Mapping[str, Any] = {
     "name": "pangu_moe",
+    "preset": "tiny_dense",
     "num_layers": 4,
     "hidden_size": 32,
     "ffn_hidden_size": 48,
@@ -221,7 +223,9 @@ def _run_reference(config: RunConfig, frozen: Sequence[str]) -> Reference:
     step = ReferenceStep(model, blueprint, precision, num_rows=4)
     clip = partial(torch.nn.utils.clip_grad_norm_, list(model.parameters()))
     names = dict(model.named_parameters())
-    return Reference(**_train(config, names, step, clip, build_data(config)))
+    biases = named_biases([model])
+    data = build_data(config)
+    return Reference(**_train(config, names, biases, step, step.update_routers, clip, data))
 
 
 def _rank(
@@ -242,8 +246,17 @@ def _rank(
         )
         step = partial(_program_step, program)
         names = dict(program.named_parameters())
-        ran = _train(config, names, step, program.clip_grad_norm_, sources[key])
-        sums = _compare(program, names, ran.pop("values"), references[key])
+        biases = named_biases(program.modules)
+        ran = _train(
+            config,
+            names,
+            biases,
+            step,
+            program.update_routers,
+            program.clip_grad_norm_,
+            sources[key],
+        )
+        sums = _compare(program, names | biases, ran.pop("values"), references[key])
         outcomes.append(Outcome(sums=sums, reductions=program.num_reductions, **ran))
         report_event(key)
     return outcomes
@@ -257,7 +270,9 @@ def _program_step(program: Program, global_batch: Mapping[str, Tensor]) -> tuple
 def _train(
     config: RunConfig,
     names: Mapping[str, nn.Parameter],
+    biases: Mapping[str, Tensor],
     step: Callable[[Mapping[str, Tensor]], tuple[Tensor, int]],
+    update_routers: Callable[[], None],
     clip: Callable[[float], Tensor],
     data: TokenSource,
 ) -> dict[str, Any]:
@@ -273,9 +288,11 @@ def _train(
             if parameter.grad is not None
         }
         norms.append(float(clip(config.optimizer.clip or float("inf"))))
+        update_routers()
         optimizer.step()
         optimizer.zero_grad()
     values |= _after(names, before, optimizer)
+    values |= {("param", name): bias.clone() for name, bias in biases.items()}
     return {"values": values, "losses": losses, "norms": norms}
 
 
@@ -328,6 +345,8 @@ def _amplified(name: str, update: Tensor, expected: Values) -> Tensor:
 
 
 def _slice(parameter: Any, local: Tensor, whole: Tensor) -> Tensor:
+    if not hasattr(parameter, "device_mesh"):
+        return whole  # a router's bias
     mesh = parameter.device_mesh
     held = local_boxes(
         whole.shape,

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from paralign.parallel.context import ContextParallel
     from paralign.parallel.tensor_styles import TensorStyle
 
-# tokens, labels, positions: each [B, S] int64, rows first; see Program.shard.
+# tokens, labels, positions: each [B, S] int64, rows first; see Program.shard. While a step runs,
+# token_weights as well: [B, S] float64, what each token's loss is multiplied by.
 Batch = Mapping[str, Tensor]
 
 

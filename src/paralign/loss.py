@@ -43,6 +43,16 @@ def count_valid_tokens(labels: Tensor, *, ignore_index: int = IGNORE_INDEX) -> T
     return (labels != ignore_index).sum()
 
 
+def token_weights(labels: Tensor, num_tokens: float) -> Tensor:
+    """Return what the loss of each token is multiplied by: ``1 / num_tokens``, or 0 if ignored.
+
+    Shapes:
+        labels: ``[B, S]`` int64.
+        returns: ``[B, S]`` float64.
+    """
+    return (labels != IGNORE_INDEX).double() / num_tokens
+
+
 def token_cross_entropy_sum(
     logits: Tensor, labels: Tensor, *, ignore_index: int = IGNORE_INDEX
 ) -> Tensor:

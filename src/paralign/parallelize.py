@@ -24,6 +24,7 @@ from paralign.errors import ConfigError, ScheduleError
 from paralign.layout import local_boxes
 from paralign.mesh import Axis, Degrees, degrees_of
 from paralign.models.compose import structure_problems
+from paralign.models.router import named_biases, named_routers
 from paralign.parallel.data import (
     FSDP,
     Precision,
@@ -121,7 +122,8 @@ def parallelize(
     tensors = [*model.parameters(), *model.buffers()]
     is_meta = any(tensor.is_meta for tensor in tensors)
     device = _device(mesh)
-    if is_meta and any(True for _ in model.buffers()):
+    initialised = named_biases([model])
+    if is_meta and any(name not in initialised for name, _ in model.named_buffers()):
         raise ConfigError(
             "the model is on the meta device and has buffers, whose values would be lost. Build "
             "it on a real device, or compute them in the blueprint's context."
@@ -142,6 +144,7 @@ def parallelize(
                 stage, mesh[str(Axis.TP)], plan=blueprint.tensor_parallel(), options=tensor
             )
         _apply_context(stage, mesh, blueprint, context)
+        _balance_whole_sequences(stage, mesh)
         names = [name for name, _ in stage.named_modules() if name]
         apply_fsdp(
             stage,
@@ -315,6 +318,18 @@ def _apply_context(stage: Stage, mesh: DeviceMesh, blueprint: Blueprint, context
             ).apply(core, cp_mesh)
 
 
+def _balance_whole_sequences(stage: Stage, mesh: DeviceMesh) -> None:
+    """Let routers see how often experts were selected in whole sequences, not in a slice."""
+    group = mesh[str(Axis.CP)].get_group()
+
+    def sum_over_sequence(counts: Tensor) -> Tensor:
+        dist.all_reduce(counts, group=group)
+        return counts
+
+    for router in named_routers([stage]).values():
+        router.sum_over_sequence = sum_over_sequence
+
+
 def _initialise(stage: Stage, init: InitRule, *, seed: int, aliases: dict[str, str]) -> None:
     """Fill each local shard with its part of the global initial values."""
     for name, parameter in stage.named_parameters():
@@ -329,6 +344,10 @@ def _initialise(stage: Stage, init: InitRule, *, seed: int, aliases: dict[str, s
             global_shape=global_shape,
             offsets=_offsets(parameter, tuple(local.shape)),
         )
+    for name, bias in named_biases([stage]).items():
+        shape = tuple(bias.shape)
+        rule = init(name, shape)
+        fill_(bias, rule, seed=seed, name=name, global_shape=shape, offsets=(0,) * len(shape))
 
 
 def _offsets(parameter: nn.Parameter, held_shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -12,7 +12,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from paralign.batch import LocalBatch, shard_batch
 from paralign.errors import AlignError, DataError
-from paralign.mesh import Axis, degrees_of
+from paralign.mesh import Axis, degrees_of, fold
+from paralign.models.router import (
+    named_biases,
+    named_routers,
+    take_balance_loss,
+    update_biases,
+)
 from paralign.parallel.data import ReductionCounter
 from paralign.parallel.gradients import give_back, take_gradients
 from paralign.parallel.pipeline import PipelineRuntime
@@ -63,6 +69,9 @@ class Program:
             for name, parameter in stage.named_parameters()
         }
         self._partial_over_tp = [p for n, p in self._parameters.items() if n in partial_over_tp]
+        self._routers = named_routers(self._stages.values())
+        self._loss_parts: dict[str, float] = {}
+        self._moves_seen = self._num_moves()
 
     @property
     def mesh(self) -> DeviceMesh:
@@ -89,6 +98,11 @@ class Program:
         """Gradient reductions of every unit of every stage in the last step."""
         return dict(self._counter.counts)
 
+    @property
+    def loss_parts(self) -> dict[str, float]:
+        """What the last step's loss consists of: ``cross_entropy`` and ``balance`` of experts."""
+        return dict(self._loss_parts)
+
     def parameters(self) -> Iterator[nn.Parameter]:
         """Yield this rank's parameters, sharded; hand them to an optimizer."""
         yield from self._parameters.values()
@@ -98,8 +112,12 @@ class Program:
         yield from self._parameters.items()
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return this rank's parameters as DTensors by global name; one entry for a tied pair."""
-        return {n: p.detach() for n, p in self._parameters.items() if n not in self._aliases}
+        """Return this rank's state by global name; one entry for a tied pair.
+
+        Parameters are DTensors; router biases are plain tensors, equal on all ranks of a stage.
+        """
+        owned = {n: p.detach() for n, p in self._parameters.items() if n not in self._aliases}
+        return owned | named_biases(self._stages.values())
 
     def shard(self, global_batch: Mapping[str, Tensor]) -> LocalBatch:
         """Cut this rank's rows and sequence slice out of the global batch.
@@ -124,7 +142,7 @@ class Program:
 
         Comm:
             What the pipeline, the units and the attention cores do (see ``parallel/``), then one
-            all-reduce of five numbers over the world. With a tied pair on two stages, one exchange
+            all-reduce of six numbers over the world. With a tied pair on two stages, one exchange
             of its shard between them. With tp, one all-reduce of the gradients that are partial
             sums over it. The first batch of a shape: one all-gather of the shape.
 
@@ -135,12 +153,14 @@ class Program:
                 calls.
 
         Returns:
-            The loss of the global batch, a float64 scalar, equal on every rank.
+            The loss of the global batch, a float64 scalar, equal on every rank: cross entropy, plus
+            what routers add to balance their experts (see :attr:`loss_parts`).
 
         Raises:
             DataError: The ranks were given different global batches, or ``batch`` or ``num_tokens``
                 is not what a step can take.
-            AlignError: A unit was not reduced exactly once, or a parameter got no gradient.
+            AlignError: A unit was not reduced exactly once, a parameter got no gradient, or the
+                optimizer has stepped without :meth:`update_routers`.
         """
         if not isinstance(batch, LocalBatch):
             raise DataError(
@@ -154,6 +174,7 @@ class Program:
             )
         if not self._runtime.knows(batch.tensors["tokens"].shape):
             self._check_shapes(batch)
+        self._check_routers_updated()
         copies = [self._copies(pair) for pair in self._pairs]
         tied = [parameter for pair in copies for parameter in pair if parameter is not None]
         self._counter.reset()
@@ -167,7 +188,25 @@ class Program:
             sum_pair(pair, canonical, alias, self._mesh)
         sum_partial_gradients(self._partial_over_tp, self._tp_mesh.get_group())
         give_back(earlier)
+        self._moves_seen = self._num_moves()
         return self._global_loss(loss, batch, self._reduction_problems())
+
+    def update_routers(self) -> None:
+        """Move every router's bias by what all steps since the last call have counted.
+
+        Call it once per optimizer step, between the last :meth:`step` and ``optimizer.step()``.
+        Does nothing for a model without router biases, which needs no call.
+
+        Comm:
+            One all-reduce of a whole number per expert and layer of this rank, over ``loss``.
+        """
+        group = fold(self._mesh, Axis.LOSS).get_group()
+
+        def sum_over_tokens(counts: Tensor) -> Tensor:
+            dist.all_reduce(counts, group=group)
+            return counts
+
+        update_biases(self._routers.values(), sum_over_tokens=sum_over_tokens)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale all gradients so that their global norm is at most ``max_norm``.
@@ -204,6 +243,28 @@ class Program:
     def _local_grads(self, parameters: Mapping[str, nn.Parameter]) -> list[Tensor]:
         grads = [parameter.grad for parameter in parameters.values()]
         return [g.to_local() if hasattr(g, "to_local") else g for g in grads if g is not None]
+
+    def _num_moves(self) -> int:
+        """Return a number that grows whenever an optimizer moves a parameter in place."""
+        trained = (p for p in self._parameters.values() if p.requires_grad)
+        locals_ = (p.to_local() if hasattr(p, "to_local") else p for p in trained)
+        return sum(local._version for local in locals_) if self._has_biases else 0
+
+    @property
+    def _has_biases(self) -> bool:
+        return any(router.bias is not None for router in self._routers.values())
+
+    def _check_routers_updated(self) -> None:
+        waits = any(
+            router.bias is not None and router.tally.counts is not None
+            for router in self._routers.values()
+        )
+        if waits and self._num_moves() != self._moves_seen:
+            raise AlignError(
+                "the parameters have moved since the last step, but the router biases have not: "
+                "experts would never be balanced. Call program.update_routers() between "
+                "program.step and optimizer.step()."
+            )
 
     def _copies(self, pair: TiedPair) -> tuple[nn.Parameter | None, nn.Parameter | None]:
         def copy(stage: int, name: str) -> nn.Parameter | None:
@@ -248,14 +309,17 @@ class Program:
         self, local_loss: Tensor | None, batch: LocalBatch, problems: Sequence[str]
     ) -> Tensor:
         fingerprint = float(batch.fingerprint)
-        shared = torch.zeros(5, dtype=torch.float64, device=self._device)
+        shared = torch.zeros(6, dtype=torch.float64, device=self._device)
         shared[2], shared[3], shared[4] = fingerprint, fingerprint**2, len(problems)
         # Ranks along tp have the same tokens and the same loss: the first one counts.
         if local_loss is not None and self._tp_mesh.get_local_rank() == 0:
             shared[0] = local_loss
             shared[1] = batch.num_local_tokens
+        balance = take_balance_loss(self._routers.values())
+        if balance is not None:
+            shared[5] = balance
         dist.all_reduce(shared)
-        loss, num_tokens, total, squares, num_problems = shared.tolist()
+        loss, num_tokens, total, squares, num_problems, extra = shared.tolist()
         if num_problems:
             self._raise_not_final(problems)
         # All fingerprints are equal if and only if their variance is zero. Both sums are exact in
@@ -269,7 +333,8 @@ class Program:
                 f"the ranks hold {int(num_tokens)} valid tokens of {batch.num_global_tokens} in "
                 "the global batch. Pass step what program.shard returned, unchanged."
             )
-        return torch.tensor(loss, dtype=torch.float64)
+        self._loss_parts = {"cross_entropy": loss, "balance": extra}
+        return torch.tensor(loss + extra, dtype=torch.float64)
 
     def _raise_not_final(self, problems: Sequence[str]) -> None:
         """Raise on every rank, also where all is well, so that none waits for the others."""

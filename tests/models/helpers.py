@@ -12,10 +12,16 @@ from paralign.models.registry import find_model
 from paralign.randomness import Init, fill_
 
 
-def tiny(name: str, **hyper_parameters: Any) -> tuple[nn.Module, Any, Any]:
-    """Return (model, config, blueprint) in float64; nothing in it is zero or one by accident."""
+def tiny(
+    name: str, preset: str | None = None, **hyper_parameters: Any
+) -> tuple[nn.Module, Any, Any]:
+    """Return (model, config, blueprint) in float64; nothing in it is zero or one by accident.
+
+    Without a preset the layers are dense.
+    """
     entry = find_model(name)
-    config = entry.configure("tiny", hyper_parameters)
+    dense = {"llama": "tiny", "pangu_moe": "tiny_dense"}
+    config = entry.configure(preset or dense[name], hyper_parameters)
     model = entry.build(config).double()
     fill_everything(model)
     return model, config, entry.blueprint(config)

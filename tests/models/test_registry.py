@@ -6,6 +6,7 @@ import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,38 +17,49 @@ from paralign.mesh import Degrees
 from paralign.models.registry import MODELS, find_model
 
 # Written out by hand from the sizes: embedding + layers * (...) + norm + head.
+LLAMA_TINY_ATTENTION = 2 * 64 * 64 + 2 * 64 * 32 + 2 * 64  # with both norms
+PANGU_TINY_ATTENTION = (
+    (64 * 32 + 32 + 32 * 4 * 24)  # queries: down, norm, up
+    + (64 * (24 + 8) + 24 + 24 * 4 * (16 + 16))  # keys and values, with the rotary key
+    + 4 * 16 * 64
+    + 2 * 64
+)
+TINY_ENDS = 2 * 256 * 64 + 64
+
+
+def pangu_wide(hidden: int, nope: int, v: int, layers: int, experts: int, vocab: int) -> int:
+    """Count a pangu_moe with 32 heads, biases and one dense layer."""
+    attention = (
+        (hidden * 768 + 768 + 768 + (768 + 1) * 32 * (nope + 64))
+        + (hidden * 576 + 576 + 512 + (512 + 1) * 32 * (nope + v))
+        + (32 * v * hidden + hidden)
+        + 2 * hidden
+    )
+
+    def swiglu(inner: int) -> int:
+        return 3 * hidden * inner + 2 * inner + hidden
+
+    sparse = experts * hidden + experts * swiglu(512) + swiglu(1024)
+    ends = vocab * hidden + hidden + (vocab * hidden + vocab)
+    return ends + layers * attention + swiglu(6144) + (layers - 1) * sparse
+
+
 COUNTS = {
-    ("llama", "tiny"): 256 * 64
-    + 4 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128 + 2 * 64)
-    + 64
-    + 256 * 64,
+    ("llama", "tiny"): TINY_ENDS + 4 * (LLAMA_TINY_ATTENTION + 3 * 64 * 128),
+    ("llama", "mixtral_tiny"): TINY_ENDS
+    + 4 * (LLAMA_TINY_ATTENTION + 8 * 64 + 8 * 3 * 64 * 64),  # a router, experts
     ("llama", "small"): 256 * 384
     + 8 * (2 * 384 * 384 + 2 * 384 * 192 + 3 * 384 * 1024 + 2 * 384)
     + 384
     + 256 * 384,
     ("llama", "1b"): 1_235_814_400,  # as published; embedding and head are one
-    ("pangu_moe", "tiny"): 256 * 64
-    + 4
-    * (
-        (64 * 32 + 32 + 32 * 4 * 24)  # queries: down, norm, up
-        + (64 * (24 + 8) + 24 + 24 * 4 * (16 + 16))  # keys and values, with the rotary key
-        + 4 * 16 * 64
-        + 3 * 64 * 128
-        + 2 * 64
-    )
-    + 64
-    + 256 * 64,
-    ("pangu_moe", "demo"): 1000 * 256
-    + 4
-    * (
-        (256 * 768 + 768 + 768 + 768 * 2048 + 2048)
-        + (256 * 544 + 544 + 512 + 512 * 32 * 96 + 32 * 96)
-        + (2048 * 256 + 256)
-        + (3 * 256 * 6144 + 2 * 6144 + 256)
-        + 2 * 256
-    )
-    + 256
-    + (1000 * 256 + 1000),
+    ("pangu_moe", "tiny_dense"): TINY_ENDS + 4 * (PANGU_TINY_ATTENTION + 3 * 64 * 128),
+    ("pangu_moe", "tiny"): TINY_ENDS
+    + 4 * PANGU_TINY_ATTENTION
+    + 3 * 64 * 128
+    + 3 * (8 * 64 + (8 + 1) * 3 * 64 * 32),  # a router, experts and the shared one
+    ("pangu_moe", "demo"): pangu_wide(256, 64, 64, layers=2, experts=16, vocab=1000),
+    ("pangu_moe", "full"): pangu_wide(2560, 128, 128, layers=45, experts=192, vocab=153_600),
 }
 PRESETS = [(entry.name, preset) for entry in MODELS.values() for preset in entry.presets]
 
@@ -80,11 +92,22 @@ def test_importing_the_registry_imports_no_torch():
 @pytest.mark.parametrize("name", sorted(MODELS))
 def test_every_hyper_parameter_can_be_set(name):
     entry = find_model(name)
-    start = entry.configure("tiny")
+    # Sizes of experts can be changed only where there are experts.
+    preset = {"llama": "mixtral_tiny", "pangu_moe": "tiny"}[name]
+    start = entry.configure(preset)
+    needed: dict[str, dict[str, Any]] = {
+        "num_expert_groups": {"num_limited_groups": 2},
+        "num_limited_groups": {"num_expert_groups": 2},
+        "router_score": {"router_normalise": "none"},
+    }
+    words = {"router_score": ["softmax", "sigmoid"], "router_normalise": ["none", "sum"]}
     for field in fields(entry.config_type):
         value = getattr(start, field.name)
-        other = not value if isinstance(value, bool) else value * 2
-        changed = entry.configure("tiny", {field.name: other})
+        other: Any = not value if isinstance(value, bool) else None
+        if other is None:
+            texts = [text for text in words.get(field.name, []) if text != value]
+            other = texts[0] if texts else value * 2 or 1
+        changed = entry.configure(preset, {**needed.get(field.name, {}), field.name: other})
         assert getattr(changed, field.name) == other != value
         with torch.device("meta"):
             entry.build(changed)

@@ -42,6 +42,7 @@ class HeldParameters:
         shards: ShardRule | None,
         layouts: LayoutRule | None,
         source: str,
+        buffers: str | None = None,
         world_size: int,
     ) -> HeldParameters:
         """Find and name the parameters of ``modules``.
@@ -57,7 +58,11 @@ class HeldParameters:
             mesh = megatron.groups()
         name_rules = NameRules(names)
         parameters = named_parameters(
-            modules, name_rules, holds_all=world_size == 1, global_layers=by_megatron
+            modules,
+            name_rules,
+            buffers=buffers,
+            holds_all=world_size == 1,
+            global_layers=by_megatron,
         )
         axes = RankAxes(mesh)
         if axes.unresolved and world_size == 1 and max(axes.sizes.values()) > 1:

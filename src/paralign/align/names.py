@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from fnmatch import fnmatchcase
+from typing import Any, cast
 
 from torch import nn
 
@@ -59,6 +60,7 @@ def named_parameters(
     modules: Sequence[nn.Module],
     names: NameRule | NameRules = None,
     *,
+    buffers: str | None = None,
     holds_all: bool = True,
     global_layers: bool = False,
 ) -> list[NamedParameter]:
@@ -73,6 +75,7 @@ def named_parameters(
         names: Renames parameters: old name or pattern -> new name or ``Fused``, or a function. Two
             parameters may get the same new name: they are copies of one (a tied pair on two
             stages).
+        buffers: Pattern of the names of buffers to list as well, as parameters without a gradient.
         holds_all: No other rank holds further parameters, so that a rule which renames nothing is
             wrong.
         global_layers: Modules say their number in the whole model by ``layer_number``, counted from
@@ -88,7 +91,7 @@ def named_parameters(
     rules = names if isinstance(names, NameRules) else NameRules(names)
     for module in modules:
         for old_name, parameter, owner, owner_name, flat in _walk(
-            module, "", FlatUnits(), global_layers
+            module, "", FlatUnits(), global_layers, buffers
         ):
             key = (id(parameter), -1 if flat is None else flat.index)
             known = found.setdefault(key, _Found(parameter, owner, owner_name, old_name, flat))
@@ -140,7 +143,7 @@ _Walked = tuple[str, nn.Parameter, nn.Module, str, FlatPart | None]
 
 
 def _walk(
-    module: nn.Module, prefix: str, units: FlatUnits, global_layers: bool
+    module: nn.Module, prefix: str, units: FlatUnits, global_layers: bool, buffers: str | None
 ) -> Iterator[_Walked]:
     units = units.within(module)
     for name, parameter in module._parameters.items():
@@ -155,10 +158,14 @@ def _walk(
         else:
             flat = units.originals.get(id(parameter))
             yield prefix + name, parameter, module, prefix.rstrip("."), flat
+    for name, buffer in module._buffers.items():
+        if buffer is not None and buffers is not None and fnmatchcase(prefix + name, buffers):
+            # All that is read of a frozen parameter, a buffer has too.
+            yield prefix + name, cast(nn.Parameter, buffer), module, prefix.rstrip("."), None
     for name, child in module._modules.items():
         if child is not None:
             inner = child_prefix(module, prefix, name, child, global_layers)
-            yield from _walk(child, inner, units, global_layers)
+            yield from _walk(child, inner, units, global_layers, buffers)
 
 
 def _without_wrappers(fqn: str) -> str:

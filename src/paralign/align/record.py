@@ -44,6 +44,7 @@ def record(
     shards: ShardRule | None = None,
     layouts: LayoutRule | None = None,
     source: str = "auto",
+    buffers: str | None = None,
     stages: Sequence[int] | None = None,
     facts: Mapping[str, Any] | None = None,
     alone: bool = False,
@@ -76,6 +77,8 @@ def record(
             docs/trace.md describes them, or a function of the local tensor that returns it.
         source: Where parameters and gradients are kept: ``torch``, ``megatron`` (attributes of its
             parameters, ``main_grad``), ``deepspeed`` (its functions); ``auto`` asks each parameter.
+        buffers: Pattern of the names of buffers to record like frozen parameters, such as
+            ``"*expert_bias"``: state that training moves without a gradient. None: no buffer.
         stages: Pipeline stages this rank holds, for the trace to say.
         facts: What is true of the run and can be written as JSON: ``global_batch``, ``seq_len``,
             ``num_microbatches``, ``compute_dtype``, ``clip``, ``seed``, ... compared before any
@@ -102,6 +105,7 @@ def record(
         shards=shards,
         layouts=layouts,
         source=source,
+        buffers=buffers,
         world_size=world_size,
     )
     return Recorder(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, get_type_hints
+from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
@@ -103,13 +103,18 @@ def _choose_registered(name: str, section: ModelSection) -> ModelChoice:
         elif not _fits(fields[key], value):
             problems.append(
                 f"model.{key}={show(value)} ({describe_type(value)}) must be "
-                f"{_WORDS.get(fields[key], str(fields[key]))}. "
+                f"{_words(fields[key])}. "
                 f"Write `{key}: {show(getattr(entry.presets[DEFAULT_PRESET](), key))}`."
             )
     if problems:
         return ModelChoice(problems=tuple(problems))
     config = dataclasses.replace(entry.presets[preset](), **section.hyper_parameters)
     return ModelChoice(config=config)
+
+
+def _words(hint: Any) -> str:
+    choices = get_args(hint)  # of a Literal
+    return f"one of {', '.join(choices)}" if choices else _WORDS.get(hint, str(hint))
 
 
 def _fits(hint: Any, value: Any) -> bool:

@@ -48,7 +48,9 @@ def pangu_dense() -> RunConfig:
     """Return latent attention and an uneven layer split, compared over three optimizer steps."""
     return RunConfig(
         # An extra key of the model section is a hyper-parameter of the model.
-        model=ModelSection.model_validate({"name": "pangu_moe", "preset": "tiny", "num_layers": 5}),
+        model=ModelSection.model_validate(
+            {"name": "pangu_moe", "preset": "tiny_dense", "num_layers": 5}
+        ),
         mesh=MeshSection(pp=2, dp_shard=2, cp=2),
         pipeline=PipelineSection(schedule="1F1B", num_microbatches=2, layers_per_stage=(3, 2)),
         align=AlignSection(steps=3),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, cast
+from abc import abstractmethod
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 from torch import Tensor, nn
 
@@ -16,10 +17,17 @@ if TYPE_CHECKING:
     from paralign.parallel.tensor_styles import TensorStyle
 
 
+class Context(NamedTuple):
+    """What a layer needs besides its input; see :class:`paralign.models.router.Router`."""
+
+    rotary: Rotary
+    token_weights: Tensor | None
+
+
 class DecoderBlueprint(Blueprint):
     """Embedding, layers that take rotary tables, norm and head.
 
-    A subclass gives ``context``, which returns the rotary tables.
+    A subclass gives ``rotary``.
 
     Args:
         num_layers: Layers of the whole model.
@@ -39,22 +47,31 @@ class DecoderBlueprint(Blueprint):
         self._residual_std = init_std / math.sqrt(2 * num_layers)
         self._residual_names = residual_names
 
-    def prologue(self, pieces: nn.Module, batch: Batch, context: Rotary) -> Tensor:
+    @abstractmethod
+    def rotary(self, positions: Tensor) -> Rotary:
+        """Return the rotary tables of ``positions``, each ``[B, S]``."""
+
+    def context(self, batch: Batch, *, seq_len: int) -> Context:
+        """Return the tables of this rank's positions; ``seq_len`` does not enter."""
+        return Context(self.rotary(batch["positions"]), batch.get("token_weights"))
+
+    def prologue(self, pieces: nn.Module, batch: Batch, context: Context) -> Tensor:
         """Embed the tokens."""
         return cast(Tensor, pieces.get_submodule("embedding")(batch["tokens"]))
 
-    def layer(self, layer: nn.Module, x: Tensor, context: Rotary) -> Tensor:
+    def layer(self, layer: nn.Module, x: Tensor, context: Context) -> Tensor:
         """Run one layer."""
-        return cast(Tensor, layer(x, context))
+        return cast(Tensor, layer(x, *context))
 
-    def epilogue(self, pieces: nn.Module, x: Tensor, context: Rotary) -> Tensor:
+    def epilogue(self, pieces: nn.Module, x: Tensor, context: Context) -> Tensor:
         """Norm and project to logits."""
         norm, head = pieces.get_submodule("norm"), pieces.get_submodule("head")
         return cast(Tensor, head(norm(x)))
 
     def forward(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Run the model's own ``forward`` with the batch's positions."""
-        return cast(Tensor, model(batch["tokens"], batch["positions"]))
+        """Run the model's own ``forward`` with the batch's positions and token weights."""
+        weights = batch.get("token_weights")
+        return cast(Tensor, model(batch["tokens"], batch["positions"], weights))
 
     def attention(self) -> dict[str, ContextParallel]:
         """Name the attention core and its layout."""

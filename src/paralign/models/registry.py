@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from importlib import import_module
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, get_type_hints
+from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 from paralign.errors import ConfigError
 from paralign.mesh import Degrees
@@ -82,19 +82,25 @@ class ModelEntry:
                 hint = did_you_mean(str(name), known)
                 found.append(f"{name} is not a hyper-parameter of model {self.name!r}. {hint}")
                 continue
-            expected, fits = _EXPECTED[hints[name]]
+            expected, fits = _expected(hints[name])
             if not fits(value):
                 found.append(f"{name}={value!r} must be {expected}")
         return found
 
 
-_EXPECTED: Mapping[Any, tuple[str, Callable[[Any], bool]]] = MappingProxyType(
+_PLAIN: Mapping[Any, tuple[str, Callable[[Any], bool]]] = MappingProxyType(
     {
         bool: ("true or false", lambda value: isinstance(value, bool)),
         int: ("a whole number", is_whole),
         float: ("a number", is_number),
     }
 )
+
+
+def _expected(hint: Any) -> tuple[str, Callable[[Any], bool]]:
+    """Return what a value of this type is called, and a test for it."""
+    words = get_args(hint)  # of a Literal
+    return (f"one of {', '.join(words)}", words.__contains__) if words else _PLAIN[hint]
 
 
 def _load(path: str) -> Any:

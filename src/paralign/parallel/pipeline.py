@@ -119,6 +119,7 @@ class PipelineRuntime:
         self._normaliser = normaliser
         for stage in self._stages.values():
             stage.seq_len = seq_len
+            stage.normaliser = normaliser
 
         args = (tensors["tokens"],) if 0 in self._stages else ()
         losses: list[Tensor] | None = None

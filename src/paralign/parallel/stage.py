@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from paralign.blueprint import Blueprint
-from paralign.loss import token_cross_entropy_sum
+from paralign.loss import token_cross_entropy_sum, token_weights
 
 
 class _Namespace(nn.Module):
@@ -54,6 +54,7 @@ class Stage(nn.Module):
         for name in names:
             _adopt(self, model, name)
         self.seq_len: int | None = None  # global; set by the runtime before the first step
+        self.normaliser = 1.0  # of token losses, in the step that runs
 
     @property
     def layer_names(self) -> list[str]:
@@ -80,7 +81,8 @@ class Stage(nn.Module):
                 that no logits are kept until the step ends.
         """
         assert self.seq_len is not None
-        context = self._blueprint.context(batch, seq_len=self.seq_len)
+        weights = token_weights(batch["labels"], self.normaliser)
+        context = self._blueprint.context({**batch, "token_weights": weights}, seq_len=self.seq_len)
         if self._is_first:
             x = self._blueprint.prologue(self, batch, context)
         else:

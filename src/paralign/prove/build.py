@@ -11,6 +11,7 @@ from torch import nn
 from paralign.blueprint import Blueprint
 from paralign.config.model_choice import build_model
 from paralign.config.run import OptimizerSection, RunConfig
+from paralign.models.router import named_biases
 from paralign.parallel.data import FSDP, Precision
 from paralign.parallel.pipeline import Pipeline
 from paralign.parallel.tensor_styles import TensorParallel
@@ -85,7 +86,7 @@ def initialise_whole(model: nn.Module, rule: InitRule, *, seed: int) -> nn.Modul
     """Give a whole model, on the meta device or real, the initial values its shards would get."""
     if any(parameter.is_meta for parameter in model.parameters()):
         _allocate(model)
-    for name, parameter in model.named_parameters():
+    for name, parameter in [*model.named_parameters(), *named_biases([model]).items()]:
         shape = tuple(parameter.shape)
         fill_(
             parameter.detach(),
@@ -108,6 +109,9 @@ def _allocate(model: nn.Module) -> None:
                     empty = torch.empty_like(parameter, device="cpu")
                     made[id(parameter)] = nn.Parameter(empty, parameter.requires_grad)
                 setattr(module, leaf, made[id(parameter)])
+        for leaf, buffer in module._buffers.items():
+            if buffer is not None:
+                setattr(module, leaf, torch.empty_like(buffer, device="cpu"))
 
 
 def build_optimizer(

@@ -107,13 +107,13 @@ def estimate(
                 has_loss=plan.num_stages - 1 in stages,
             ),
             *_partial_traffic(pp_rank, declared, degrees),
-            # Four numbers with the loss, one for the norm, float64.
+            # Six numbers with the loss, one for the norm, float64.
             Traffic(
                 what="loss, norm",
                 collective="all-reduce",
                 axis="world",
                 calls=2,
-                num_bytes=all_reduced(6 * 8, degrees.world_size),
+                num_bytes=all_reduced(7 * 8, degrees.world_size),
             ),
         ]
         costs.append(

@@ -112,6 +112,7 @@ def run_of(program: Program, hooks: Hooks | None = None) -> Run:
         before_step=hooks.step_begins,
         after_step=hooks.step_done,
         inputs_of=inputs,
+        update_routers=lambda: program.update_routers(),
     )
 
 

@@ -15,8 +15,14 @@ from torch import Tensor, nn
 
 from paralign.blueprint import Blueprint
 from paralign.config.run import RunConfig
-from paralign.loss import count_valid_tokens, token_cross_entropy_sum
+from paralign.loss import count_valid_tokens, token_cross_entropy_sum, token_weights
 from paralign.models.compose import check_composition
+from paralign.models.router import (
+    named_biases,
+    named_routers,
+    take_balance_loss,
+    update_biases,
+)
 from paralign.prove.build import (
     Numerics,
     build_data,
@@ -58,6 +64,7 @@ def run_reference(
         alone=alone,
         forward_modules=[step.working_model],
         inputs_of=step.inputs,
+        update_routers=step.update_routers,
     )
     record_steps(config, precision, run, trace, f"{precision.name} reference")
 
@@ -78,7 +85,7 @@ class ReferenceStep:
         self._precision = precision
         self._num_rows = num_rows
         is_mixed = precision.compute != precision.master
-        self._working = copy.deepcopy(model).to(precision.compute) if is_mixed else model
+        self._working = _lowered(model, precision.compute) if is_mixed else model
 
     @property
     def working_model(self) -> nn.Module:
@@ -95,13 +102,18 @@ class ReferenceStep:
         num_tokens = int(count_valid_tokens(batch["labels"]))
         if self._working is not self._model:
             self._working.load_state_dict(self._model.state_dict())
+        routers = named_routers([self._working]).values()
         total = torch.zeros((), dtype=torch.float64)
         sums: dict[str, Tensor] = {}
         for chunk in self._chunks(batch):
-            logits = self._blueprint.forward(self._working, chunk)
+            weighted = {**chunk, "token_weights": token_weights(chunk["labels"], num_tokens)}
+            logits = self._blueprint.forward(self._working, weighted)
             loss = token_cross_entropy_sum(logits, chunk["labels"]) / num_tokens
             torch.autograd.backward(loss)
             total += loss.detach()
+            balance = take_balance_loss(routers)
+            if balance is not None:
+                total += balance
             if self._working is not self._model:
                 self._take_gradients(sums)
         if self._working is not self._model:
@@ -109,6 +121,14 @@ class ReferenceStep:
                 if name in sums:
                     parameter.grad = sums[name].to(self._precision.master)
         return total, num_tokens
+
+    def update_routers(self) -> None:
+        """Move every router's bias by what was counted since the last call."""
+        update_biases(named_routers([self._working]).values())
+        if self._working is not self._model:
+            masters = named_biases([self._model])
+            for name, bias in named_biases([self._working]).items():
+                masters[name].copy_(bias)
 
     def inputs(self, global_batch: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
         """Yield what each chunk is fed, with the numbers of its samples."""
@@ -127,6 +147,14 @@ class ReferenceStep:
     def _chunks(self, batch: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
         for start in range(0, batch["tokens"].shape[0], self._num_rows):
             yield {name: tensor[start : start + self._num_rows] for name, tensor in batch.items()}
+
+
+def _lowered(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Copy ``model`` with parameters in ``dtype``; buffers keep theirs, as they do under FSDP."""
+    copied = copy.deepcopy(model)
+    for parameter in copied.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return copied
 
 
 def _rows_per_chunk(config: RunConfig) -> int:

@@ -17,6 +17,7 @@ from paralign.prove.build import Numerics, build_data, build_optimizer
 from paralign.train.data import TokenSource
 
 RECORDED = ("loss", "norm", "params", "grads", "optimizer", "inputs")
+ROUTER_BIASES = "*router.bias"
 ACTIVATIONS = ("outputs", "output_grads", "microbatch_grads")
 
 
@@ -43,6 +44,7 @@ class Run:
         inputs_of: Global batch -> per micro-batch the tokens, labels, positions and numbers of the
             samples that go through here, in order;
             None: the modules are given all of them.
+        update_routers: Called once per optimizer step, before it, to balance experts.
     """
 
     modules: Sequence[nn.Module]
@@ -60,6 +62,7 @@ class Run:
     data: TokenSource | None = None
     forward_modules: Sequence[nn.Module] | None = None
     inputs_of: Callable[[Mapping[str, Tensor]], Iterable[Mapping[str, Tensor]]] | None = None
+    update_routers: Callable[[], None] | None = None
 
 
 def record_steps(
@@ -90,6 +93,7 @@ def record_steps(
         steps=config.align.steps,
         what=what,
         names=dict(run.names),
+        buffers=ROUTER_BIASES,
         facts={**run_facts(config, precision), "num_microbatches": run.num_microbatches},
         alone=run.alone,
     ) as recorder:
@@ -104,14 +108,21 @@ def record_steps(
             recorder.loss(loss, tokens=num_tokens, reduction="mean", scope="global")
             recorder.gradients()
             recorder.norm(run.clip(clip))
-            if run.before_step is not None:
-                run.before_step(optimizer)
+            _before_step(run, optimizer)
             optimizer.step()
             optimizer.zero_grad()
             if run.after_step is not None:
                 run.after_step(optimizer)
             if run.speaks:
                 report_event(f"{label}: step {number + 1} of {config.align.steps}")
+
+
+def _before_step(run: Run, optimizer: torch.optim.Optimizer) -> None:
+    # Before the optimizer, whose end ends the recorded step.
+    if run.update_routers is not None:
+        run.update_routers()
+    if run.before_step is not None:
+        run.before_step(optimizer)
 
 
 def run_facts(config: RunConfig, precision: Numerics) -> dict[str, Any]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from paralign.blueprint import Batch
+from torch import Tensor
+
 from paralign.models.decoder import DecoderBlueprint
 from paralign.models.llama.model import llama_rotary
 from paralign.models.llama.presets import LlamaConfig
@@ -21,13 +22,13 @@ class LlamaBlueprint(DecoderBlueprint):
         super().__init__(
             num_layers=config.num_layers,
             init_std=config.init_std,
-            residual_names=("attention.wo", "ffn.down"),
+            residual_names=("attention.wo", "ffn.down", "shared.down", "experts.down"),
         )
         self._config = config
 
-    def context(self, batch: Batch, *, seq_len: int) -> Rotary:
-        """Return the rotary tables of this rank's positions; ``seq_len`` does not enter."""
-        return llama_rotary(self._config, batch["positions"])
+    def rotary(self, positions: Tensor) -> Rotary:
+        """Return the rotary tables of ``positions``."""
+        return llama_rotary(self._config, positions)
 
     def tensor_parallel(self) -> dict[str, TensorStyle]:
         """Cut attention by heads; key and value heads fewer than ranks are shared by neighbours."""

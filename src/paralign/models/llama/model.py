@@ -1,4 +1,4 @@
-"""A llama decoder: grouped-query attention, rotary positions, SwiGLU, RMSNorm.
+"""A llama decoder: grouped-query attention, rotary positions, SwiGLU or experts, RMSNorm.
 
 A plain module that knows nothing of meshes.
 
@@ -7,6 +7,7 @@ Ref:
     https://arxiv.org/abs/2302.13971
     Ainslie et al., "GQA: Training Generalized Multi-Query Transformer Models from Multi-Head
     Checkpoints", 2023. https://arxiv.org/abs/2305.13245
+    Jiang et al., "Mixtral of Experts", 2024. https://arxiv.org/abs/2401.04088
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from paralign.errors import ConfigError
 from paralign.models.attention import CausalAttention
 from paralign.models.feed_forward import SwiGLU
 from paralign.models.llama.presets import LlamaConfig
+from paralign.models.moe import MoE, feed_forward
 from paralign.models.rotary import Rotary, apply_rotary, default_positions, rotary_tables
 
 
@@ -48,18 +50,21 @@ class Attention(nn.Module):
 class Layer(nn.Module):
     """Attention and feed-forward, each on a normed input and added to the residual stream."""
 
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, config: LlamaConfig, *, has_experts: bool = False) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
         self.attention = Attention(config)
         self.ffn_norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
-        self.ffn = SwiGLU(config.hidden_size, config.ffn_hidden_size, bias=config.bias)
+        self.ffn = (
+            MoE(config.hidden_size, config, bias=config.bias)
+            if has_experts
+            else SwiGLU(config.hidden_size, config.ffn_hidden_size, bias=config.bias)
+        )
 
-    def forward(self, x: Tensor, rotary: Rotary) -> Tensor:
-        """Map ``[B, S, hidden_size]`` to the same shape."""
+    def forward(self, x: Tensor, rotary: Rotary, token_weights: Tensor | None = None) -> Tensor:
+        """Map ``[B, S, hidden_size]`` to the same shape; experts need ``token_weights``."""
         x = x + self.attention(self.attention_norm(x), rotary)
-        out: Tensor = x + self.ffn(self.ffn_norm(x))
-        return out
+        return x + feed_forward(self.ffn, self.ffn_norm(x), token_weights)
 
 
 class Llama(nn.Module):
@@ -75,25 +80,35 @@ class Llama(nn.Module):
             raise ConfigError.from_problems("cannot build a llama model", problems)
         self.config = config
         self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_layers))
+        self.layers = nn.ModuleList(
+            Layer(config, has_experts=config.is_moe_layer(index))
+            for index in range(config.num_layers)
+        )
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
         self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=config.bias)
         if config.tie_embeddings:
             self.head.weight = self.embedding.weight
 
-    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor | None = None,
+        token_weights: Tensor | None = None,
+    ) -> Tensor:
         """Predict the next token of every position.
 
         Shapes:
             tokens: ``[B, S]`` int64.
             positions: ``[B, S]`` int64, global; None: whole sequences, ``0 .. S-1``.
+            token_weights: ``[B, S]``, see :class:`paralign.models.router.Router`; None: experts
+                are neither counted nor balanced.
             returns: logits ``[B, S, vocab_size]``.
         """
         positions = default_positions(tokens) if positions is None else positions
         rotary = llama_rotary(self.config, positions)
         x = self.embedding(tokens)
         for layer in self.layers:
-            x = layer(x, rotary)
+            x = layer(x, rotary, token_weights)
         logits: Tensor = self.head(self.norm(x))
         return logits
 

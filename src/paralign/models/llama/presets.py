@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from paralign.mesh import Degrees
+from paralign.models.moe_sizes import MoeSizes, expert_parallel_problems
 from paralign.models.rules import (
     divide_problem,
     even_problem,
@@ -16,7 +17,7 @@ from paralign.models.rules import (
 
 
 @dataclass(frozen=True, kw_only=True)
-class LlamaConfig:
+class LlamaConfig(MoeSizes):
     """Hyper-parameters of a llama decoder; each can be set in RUN.yaml by its name."""
 
     num_layers: int
@@ -47,6 +48,7 @@ class LlamaConfig:
         return [
             *(heads or even_problem("hidden_size / num_heads", self.head_dim, self._even_fix())),
             *divide_problem("num_heads", self.num_heads, "num_kv_heads", self.num_kv_heads),
+            *self.moe_problems(),
         ]
 
     def _even_fix(self) -> str:
@@ -91,7 +93,18 @@ def one_billion() -> LlamaConfig:
     )
 
 
-PRESETS = {"tiny": tiny, "small": small, "1b": one_billion}
+def mixtral_tiny() -> LlamaConfig:
+    """Return the tiny size with eight experts in every layer, two to a token."""
+    return replace(
+        tiny(),
+        num_experts=8,
+        top_k=2,
+        expert_hidden_size=64,
+        balance_loss=0.02,
+    )
+
+
+PRESETS = {"tiny": tiny, "small": small, "1b": one_billion, "mixtral_tiny": mixtral_tiny}
 
 
 def problems(config: LlamaConfig, degrees: Degrees, seq_len: int) -> list[str]:
@@ -104,4 +117,5 @@ def problems(config: LlamaConfig, degrees: Degrees, seq_len: int) -> list[str]:
         *shared_heads_problem(config.num_kv_heads, tp),
         *split_problem("ffn_hidden_size", config.ffn_hidden_size, tp, "tp"),
         *split_problem("vocab_size", config.vocab_size, tp, "tp"),
+        *expert_parallel_problems(config, degrees),
     ]

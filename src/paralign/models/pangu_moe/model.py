@@ -1,4 +1,4 @@
-"""A decoder with multi-head latent attention; its blocks are dense. Knows nothing of meshes.
+"""A decoder with multi-head latent attention and experts. Knows nothing of meshes.
 
 Queries come from one narrow latent, keys and values from another. Position enters through a few
 extra features: rotary queries per head, and one rotary key that all heads share::
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from paralign.errors import ConfigError
 from paralign.models.attention import CausalAttention
 from paralign.models.feed_forward import SwiGLU
+from paralign.models.moe import MoE, feed_forward
 from paralign.models.pangu_moe.presets import PanguMoeConfig
 from paralign.models.rotary import Rotary, apply_rotary, default_positions, rotary_tables
 
@@ -70,20 +71,23 @@ def _split_heads(x: Tensor, width: int) -> Tensor:
 
 
 class Layer(nn.Module):
-    """Latent attention and a dense feed-forward, each on a normed input and added to the stream."""
+    """Latent attention and a feed-forward, each on a normed input and added to the stream."""
 
-    def __init__(self, config: PanguMoeConfig) -> None:
+    def __init__(self, config: PanguMoeConfig, *, has_experts: bool = False) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
         self.attention = LatentAttention(config)
         self.ffn_norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
-        self.ffn = SwiGLU(config.hidden_size, config.ffn_hidden_size, bias=config.bias)
+        self.ffn = (
+            MoE(config.hidden_size, config, bias=config.bias)
+            if has_experts
+            else SwiGLU(config.hidden_size, config.ffn_hidden_size, bias=config.bias)
+        )
 
-    def forward(self, x: Tensor, rotary: Rotary) -> Tensor:
-        """Map ``[B, S, hidden_size]`` to the same shape."""
+    def forward(self, x: Tensor, rotary: Rotary, token_weights: Tensor | None = None) -> Tensor:
+        """Map ``[B, S, hidden_size]`` to the same shape; experts need ``token_weights``."""
         x = x + self.attention(self.attention_norm(x), rotary)
-        out: Tensor = x + self.ffn(self.ffn_norm(x))
-        return out
+        return x + feed_forward(self.ffn, self.ffn_norm(x), token_weights)
 
 
 class PanguMoe(nn.Module):
@@ -99,25 +103,35 @@ class PanguMoe(nn.Module):
             raise ConfigError.from_problems("cannot build a pangu_moe model", problems)
         self.config = config
         self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_layers))
+        self.layers = nn.ModuleList(
+            Layer(config, has_experts=config.is_moe_layer(index))
+            for index in range(config.num_layers)
+        )
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
         self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=config.bias)
         if config.tie_embeddings:
             self.head.weight = self.embedding.weight
 
-    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor | None = None,
+        token_weights: Tensor | None = None,
+    ) -> Tensor:
         """Predict the next token of every position.
 
         Shapes:
             tokens: ``[B, S]`` int64.
             positions: ``[B, S]`` int64, global; None: whole sequences, ``0 .. S-1``.
+            token_weights: ``[B, S]``, see :class:`paralign.models.router.Router`; None: experts
+                are neither counted nor balanced.
             returns: logits ``[B, S, vocab_size]``.
         """
         positions = default_positions(tokens) if positions is None else positions
         rotary = pangu_rotary(self.config, positions)
         x = self.embedding(tokens)
         for layer in self.layers:
-            x = layer(x, rotary)
+            x = layer(x, rotary, token_weights)
         logits: Tensor = self.head(self.norm(x))
         return logits
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Any
 
 from paralign.mesh import Degrees
+from paralign.models.moe_sizes import MoeSizes, expert_parallel_problems
 from paralign.models.rules import even_problem, seq_len_problem, size_problems, split_problem
 
 
 @dataclass(frozen=True, kw_only=True)
-class PanguMoeConfig:
+class PanguMoeConfig(MoeSizes):
     """Hyper-parameters of a pangu_moe decoder; each can be set in RUN.yaml by its name."""
 
     num_layers: int
@@ -47,11 +51,14 @@ class PanguMoeConfig:
         if found := size_problems(self, counts=counts, positive=positive):
             return found
         fix = f"qk_rope_head_dim={self.qk_rope_head_dim + 1}"
-        return even_problem("qk_rope_head_dim", self.qk_rope_head_dim, fix)
+        return [
+            *even_problem("qk_rope_head_dim", self.qk_rope_head_dim, fix),
+            *self.moe_problems(),
+        ]
 
 
-def tiny() -> PanguMoeConfig:
-    """Return a size for tests: milliseconds a step."""
+def tiny_dense() -> PanguMoeConfig:
+    """Return a size for tests without experts: milliseconds a step."""
     return PanguMoeConfig(
         num_layers=4,
         hidden_size=64,
@@ -66,24 +73,74 @@ def tiny() -> PanguMoeConfig:
     )
 
 
+def tiny() -> PanguMoeConfig:
+    """Return a size for tests: milliseconds a step."""
+    return replace(
+        tiny_dense(),
+        num_experts=8,
+        top_k=2,
+        expert_hidden_size=32,
+        shared_hidden_size=32,
+        **ROUTING,
+    )
+
+
 def demo() -> PanguMoeConfig:
-    """Return a few wide layers with biases everywhere: about 35 million parameters."""
+    """Return two wide layers, one of them with 16 experts, with biases: 19 million parameters."""
     return PanguMoeConfig(
-        num_layers=4,
+        num_layers=2,
         hidden_size=256,
         ffn_hidden_size=6144,
         num_heads=32,
         q_lora_rank=768,
         kv_lora_rank=512,
-        qk_nope_head_dim=32,
-        qk_rope_head_dim=32,
+        qk_nope_head_dim=64,
+        qk_rope_head_dim=64,
         v_head_dim=64,
         vocab_size=1000,
         bias=True,
+        num_experts=16,
+        top_k=4,
+        expert_hidden_size=512,
+        shared_hidden_size=1024,
+        **ROUTING,
     )
 
 
-PRESETS = {"tiny": tiny, "demo": demo}
+def full() -> PanguMoeConfig:
+    """Return the full size, for a cluster: 45 layers, 192 experts in all but the first."""
+    return PanguMoeConfig(
+        num_layers=45,
+        hidden_size=2560,
+        ffn_hidden_size=6144,
+        num_heads=32,
+        q_lora_rank=768,
+        kv_lora_rank=512,
+        qk_nope_head_dim=128,
+        qk_rope_head_dim=64,
+        v_head_dim=128,
+        vocab_size=153_600,
+        bias=True,
+        num_experts=192,
+        top_k=10,
+        expert_hidden_size=512,
+        shared_hidden_size=1024,
+        **ROUTING,
+    )
+
+
+# Of every preset with experts.
+ROUTING: Mapping[str, Any] = MappingProxyType(
+    {
+        "num_dense_layers": 1,
+        "router_score": "sigmoid",
+        "router_normalise": "softmax",
+        "router_scaling": 2.5,
+        "balance_loss": 0.0002,
+        "bias_update_speed": 0.001,
+    }
+)
+PRESETS = {"tiny": tiny, "tiny_dense": tiny_dense, "demo": demo, "full": full}
 
 
 def problems(config: PanguMoeConfig, degrees: Degrees, seq_len: int) -> list[str]:
@@ -94,4 +151,5 @@ def problems(config: PanguMoeConfig, degrees: Degrees, seq_len: int) -> list[str
         *split_problem("num_heads", config.num_heads, degrees.tp, "tp"),
         *split_problem("ffn_hidden_size", config.ffn_hidden_size, degrees.tp, "tp"),
         *split_problem("vocab_size", config.vocab_size, degrees.tp, "tp"),
+        *expert_parallel_problems(config, degrees),
     ]
