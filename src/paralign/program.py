@@ -246,13 +246,7 @@ class Program:
 
     def _num_moves(self) -> int:
         """Return a number that grows whenever an optimizer moves a parameter in place."""
-        trained = (p for p in self._parameters.values() if p.requires_grad)
-        locals_ = (p.to_local() if hasattr(p, "to_local") else p for p in trained)
-        return sum(local._version for local in locals_) if self._has_biases else 0
-
-    @property
-    def _has_biases(self) -> bool:
-        return any(router.bias is not None for router in self._routers.values())
+        return sum(p._version for p in self._parameters.values() if p.requires_grad)
 
     def _check_routers_updated(self) -> None:
         waits = any(

@@ -145,7 +145,7 @@ class Router(nn.Module):
 
     def _limit(self, scores: Tensor) -> Tensor:
         """Leave out the experts of all but the best groups: those with the best two experts."""
-        groups = scores.unflatten(-1, (self.sizes.num_expert_groups, -1))
+        groups = torch.unflatten(scores, -1, (self.sizes.num_expert_groups, -1))
         best = groups.topk(min(2, groups.shape[-1]), dim=-1).values.sum(-1)
         kept = torch.zeros_like(best, dtype=torch.bool)
         kept.scatter_(-1, top_k(best, self.sizes.num_limited_groups), True)
