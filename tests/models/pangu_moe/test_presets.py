@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from paralign.mesh import Degrees
-from paralign.models.pangu_moe.presets import PRESETS, problems, tiny
+from paralign.models.pangu_moe.presets import PRESETS, problems, tiny, tiny_dense
 
 
 @pytest.mark.parametrize("name", sorted(PRESETS))
@@ -40,7 +40,7 @@ def test_rotary_features_come_in_pairs():
 
 
 def test_tensor_parallel_needs_whole_heads():
-    assert problems(tiny(), Degrees(tp=3), 64) == [
+    assert problems(tiny_dense(), Degrees(tp=3), 64) == [
         "num_heads=4 does not split evenly over axis 'tp' (3 ranks, remainder 1). Use tp in "
         "{1, 2, 4} or num_heads=6.",
         "ffn_hidden_size=128 does not split evenly over axis 'tp' (3 ranks, remainder 2). Use tp "
