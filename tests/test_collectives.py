@@ -13,6 +13,8 @@ from paralign import collectives
 from paralign.collectives import (
     all_gather_dim,
     all_gather_stack,
+    all_reduce_backward,
+    all_reduce_forward,
     all_to_all_dims,
     fused_all_to_all_dims,
     reduce_scatter_dim,
@@ -180,3 +182,30 @@ def test_dims_that_do_not_fit_are_refused():
         "torch.float64 on cpu",
         f"dim=1 of shape [2, 3, 4] {uneven} (remainder 1). Pad it to a multiple of 2.",
     ]
+
+
+def _sum_forward_and_backward() -> list[bool]:
+    group, rank, n = _world()
+    mine = [_global(seed, 3, 4).t() for seed in range(n)]  # strided, as a matmul may leave them
+    grad = _global(9, 4, 3)
+    x = mine[rank].clone().requires_grad_()
+    total = all_reduce_forward(x, group=group)
+    total.backward(grad)
+    y = _global(7, 4, 3).requires_grad_()
+    same = all_reduce_backward(y, group=group)
+    same.backward(mine[rank])
+    assert x.grad is not None and y.grad is not None
+    everything = torch.stack(mine).sum(0)
+    return [
+        torch.allclose(total, everything, rtol=1e-14),
+        torch.equal(x.grad, grad),
+        torch.equal(same, y),
+        torch.allclose(y.grad, everything, rtol=1e-14),
+        torch.equal(x, mine[rank]),  # an argument is not summed in place
+    ]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("degree", DEGREES)
+def test_a_sum_passes_its_gradient_on_and_a_copy_sums_it(degree: int):
+    assert run_on_ranks(_sum_forward_and_backward, degree) == [[True] * 5] * degree

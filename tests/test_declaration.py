@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining.stage import _PipelineStageBase
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from paralign.batch import LocalBatch
 from paralign.config.run import RunConfig
@@ -16,7 +16,7 @@ from paralign.mesh import Axis, Degrees, build_mesh
 from paralign.parallel.data import ROOT_UNIT, Precision
 from paralign.parallelize import resolve_plan
 from paralign.program import Program
-from paralign.prove.build import build_data, build_pieces, build_plans, numerics
+from paralign.prove.build import build_data, build_pieces, build_plans, build_tensor, numerics
 from paralign.prove.parallel import build_program
 from paralign.testing import run_on_ranks
 from tests import parity
@@ -33,7 +33,8 @@ def declared_of(config: RunConfig, *, frozen: tuple[str, ...] = ()) -> list[Para
     plan = resolve_plan(
         model, degrees, blueprint, pipeline=pipeline, fsdp=fsdp, precision=Precision()
     )
-    return declare(model, blueprint, degrees=degrees, plan=plan, fsdp=fsdp)
+    tensor = build_tensor(config)
+    return declare(model, blueprint, degrees=degrees, plan=plan, fsdp=fsdp, tensor=tensor)
 
 
 def by_name(declared: list[ParameterDeclaration]) -> dict[str, ParameterDeclaration]:
@@ -63,6 +64,25 @@ def test_what_a_plan_says_about_a_parameter():
         partial_over=("dp_replicate", "dp_shard", "cp"),
         tied_to=None,
     )
+
+
+def test_what_tp_does_is_said_of_each_parameter():
+    declared = by_name(declared_of(make_config(mesh={"dp_shard": 2, "tp": 4})))
+    said = {
+        name: (declared[name].placements["tp"], declared[name].partial_over)
+        for name in (
+            "layers.0.attention.wq.weight",
+            "layers.0.attention.wo.weight",
+            "layers.0.attention.wk.weight",  # two heads for four ranks
+            "norm.weight",
+        )
+    }
+    assert list(said.values()) == [
+        ("shard(0)", ("dp_shard",)),
+        ("shard(1)", ("dp_shard",)),
+        ("replicate", ("dp_shard", "tp")),
+        ("replicate", ("dp_shard", "tp")),
+    ]
 
 
 def test_axes_of_one_rank_are_left_out():
@@ -178,7 +198,7 @@ def own_share(program: Program, batch: LocalBatch) -> dict[str, torch.Tensor]:
                     unsharded = getattr(fsdp_param, "_unsharded_param", None)
                     grad = None if unsharded is None else unsharded.grad
                 if grad is not None:
-                    found[names[id(fsdp_param.sharded_param)]] = grad.clone()
+                    found[names[id(fsdp_param.sharded_param)]] = in_place(grad)
         return real(stage, factor)
 
     with mock.patch.object(_PipelineStageBase, "perform_reduce_grad", look):
@@ -186,6 +206,21 @@ def own_share(program: Program, batch: LocalBatch) -> dict[str, torch.Tensor]:
     for parameter in program.parameters():
         parameter.grad = None
     return found
+
+
+def in_place(grad: torch.Tensor) -> torch.Tensor:
+    """Return a gradient that tp has cut as a whole one, zero where other ranks hold it."""
+    if not isinstance(grad, DTensor):
+        return grad.clone()
+    local = grad.to_local()
+    [placement] = grad.placements
+    if not isinstance(placement, Shard):
+        return local.clone()
+    whole = torch.zeros(grad.shape, dtype=grad.dtype)
+    size = local.shape[placement.dim]
+    at = grad.device_mesh.get_local_rank() * size
+    whole.narrow(placement.dim, at, size).copy_(local)
+    return whole
 
 
 CASES: dict[str, list[dict[str, Any]]] = {
@@ -200,6 +235,15 @@ CASES: dict[str, list[dict[str, Any]]] = {
     ],
     "dp_replicate cp": [{"pipeline": {"schedule": "GPipe"}, "fsdp": {"wrap": "root"}}],
     "dp_replicate dp_shard": [{"pipeline": {"schedule": "LoopedBFS"}}],
+    "pp dp_shard tp": [
+        {"pipeline": {"schedule": "1F1B"}},
+        {"pipeline": {"schedule": "GPipe"}, "model": parity.PANGU},
+        {
+            "pipeline": {"schedule": "GPipe"},
+            "model": {**TIED, "num_kv_heads": 1},
+            "tensor": {"sequence_parallel": False},
+        },
+    ],
 }
 
 
@@ -228,7 +272,12 @@ def check_tensor(
     assert all(p.placements.get(a, "shard(0)") == "shard(0)" for a in ("dp_shard", "cp"))
     if p.placements.get("dp_replicate") == "replicate":
         expected = {"dp_replicate": str(Replicate()), **expected}
-    assert seen["placements"] == expected
+    strided = None
+    if "tp" in p.placements:
+        at = {"shard(0)": Shard(0), "shard(1)": Shard(1)}.get(p.placements["tp"], Replicate())
+        expected["tp"] = str(at)
+        strided = f"_S({0}, {degrees.tp})" if at == Shard(0) else None  # what FSDP cuts once more
+    assert seen["placements"] == expected | ({"fsdp": strided} if strided else {})
     assert (p.placements.get("pp") == "stage") is (degrees.pp > 1)
     # It lies on all ranks of its stage: those that agree with this one on pp.
     here = degrees.coordinates(rank)["pp"]
@@ -245,7 +294,12 @@ def check_sum(
 ) -> None:
     """The final gradient is the sum of ranks' own ones over the declared axes, and no others."""
     token_axes = [str(a) for a in (Axis.DP_REPLICATE, Axis.DP_SHARD, Axis.CP)]
-    assert p.partial_over == tuple(axis for axis in token_axes if degrees.degree(axis) > 1)
+    over_tp = p.partial_over[-1:] == ("tp",)
+    assert p.partial_over[: len(p.partial_over) - over_tp] == tuple(
+        axis for axis in token_axes if degrees.degree(axis) > 1
+    )
+    # What no axis of tokens cuts is the same on the ranks of tp, unless it is declared partial.
+    repeats = degrees.tp if p.placements.get("tp") == "replicate" and not over_tp else 1
     copies = [p.name, *([] if p.tied_to is None else [p.tied_to])]
     copies += [other.name for other in declared.values() if other.tied_to == p.name]
     total = torch.zeros(p.shape, dtype=torch.float64)
@@ -254,7 +308,7 @@ def check_sum(
         for name in copies:
             if name in outcome["parameters"]:
                 shares.append(outcome["parameters"][name]["own"])
-                total += shares[-1]
+                total += shares[-1] / repeats
     finals = [o["parameters"][p.name]["final"] for o in outcomes if p.name in o["parameters"]]
     for final in finals:
         assert float((final - total).norm() / total.norm()) <= GRAD_TOLERANCE, p.name

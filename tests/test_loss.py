@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from paralign.errors import LayoutError
 from paralign.loss import (
@@ -14,6 +16,7 @@ from paralign.loss import (
     token_cross_entropy_sum,
 )
 from paralign.models.registry import find_model
+from paralign.testing import run_on_ranks
 
 HALVES = (slice(0, 4), slice(4, 8))
 
@@ -178,3 +181,54 @@ def test_gradients_of_a_model_match_finite_differences(name, sizes):
                 flat[index] = before
             slope = (above - below) / (2 * step)
             assert slope == pytest.approx(grad[index].item(), rel=1e-6, abs=1e-9), parameter_name
+
+
+def _cut_vocabulary(dtype: torch.dtype) -> tuple[float, float, Tensor, list[str]]:
+    """Compare with whole logits; return errors of loss and gradient, NaN's loss and refusals."""
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    rank, degree = mesh.get_local_rank(), mesh.size()
+    logits, labels = make(vocab=12, dtype=dtype)
+    labels[1, 0], labels[1, 1] = 0, 11  # both ends of the vocabulary
+    whole = logits.clone().requires_grad_()
+    expected = token_cross_entropy_sum(whole, labels)
+    expected.backward()
+    part = logits.chunk(degree, -1)[rank].clone().requires_grad_()
+    cut = DTensor.from_local(part, mesh, [Shard(2)])
+    loss = token_cross_entropy_sum(cut, labels)
+    assert loss.dtype == expected.dtype and not isinstance(loss, DTensor)
+    loss.backward()
+    assert whole.grad is not None and part.grad is not None
+    assert part.grad.dtype == dtype
+    grad = whole.grad.chunk(degree, -1)[rank]
+    outside = token_cross_entropy_sum(cut.detach(), labels.masked_fill(labels == 0, 12))
+    refused = []
+    tokens = logits.chunk(degree, 1)[rank]
+    for local, placement in ((tokens, Shard(1)), (logits, Replicate())):
+        with pytest.raises(LayoutError) as caught:
+            wrong = DTensor.from_local(
+                local, mesh, [placement], shape=logits.shape, stride=logits.stride()
+            )
+            token_cross_entropy_sum(wrong, labels)
+        refused.append(str(caught.value))
+    empty = token_cross_entropy_sum(cut.detach(), torch.full_like(labels, IGNORE_INDEX))
+    assert float(empty) == 0.0
+    error = float((part.grad - grad).norm() / grad.norm())
+    return float((loss - expected).abs() / expected), error, outside.detach(), refused
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("degree", [1, 2, 3])
+def test_logits_cut_along_the_vocabulary_give_the_loss_of_whole_ones(degree):
+    eps = torch.finfo(torch.float64).eps
+    for loss, grad, outside, refused in run_on_ranks(_cut_vocabulary, degree, torch.float64):
+        assert loss <= 4 * eps
+        assert grad <= 4 * eps
+        assert outside.isnan()  # a label that is no word of the vocabulary is not hidden
+        assert all("must be [Shard(2)]" in message for message in refused)
+
+
+@pytest.mark.ranks
+def test_low_precision_logits_cut_along_the_vocabulary_are_summed_in_float32():
+    for loss, grad, _, _ in run_on_ranks(_cut_vocabulary, 2, torch.bfloat16):
+        assert loss <= 4 * torch.finfo(torch.float32).eps
+        assert grad <= torch.finfo(torch.bfloat16).eps

@@ -33,11 +33,11 @@ def test_every_legal_cell_is_judged_and_the_others_say_why(config):
     kept: list[int] = []
     done = sweep(config, 2, keep=lambda report: kept.append(report.summary.get("aligned", 0)))
     verdicts = {cell.name: cell.verdict for cell in done.cells}
-    for name in ("cp2-GPipe", "dp_shard2-GPipe", "dp_replicate2-GPipe", "pp2-GPipe", "pp2-1F1B"):
+    for name in ("tp2-GPipe", "cp2-GPipe", "dp_shard2-GPipe", "dp_replicate2-GPipe", "pp2-1F1B"):
         assert verdicts[name] == "aligned"
     assert verdicts["pp2-Interleaved1F1B"] == "refused"  # two layers are no four stages
     assert all(cell.why for cell in done.cells if cell.verdict == "refused")
-    assert kept == [1, 2, 3, 4, 5]  # told after every cell, so that nothing is lost
+    assert kept == [1, 2, 3, 4, 5, 6]  # told after every cell, so that nothing is lost
     assert done.exit_status == 0
 
 
@@ -45,7 +45,7 @@ def test_every_legal_cell_is_judged_and_the_others_say_why(config):
 def test_a_used_up_budget_leaves_cells_that_a_later_sweep_runs(config):
     first = sweep(config, 2, budget=1e-3)
     assert first.summary["aligned"] == 1
-    assert first.summary["not run"] == 4
+    assert first.summary["not run"] == 5
     earlier = read_results(first.to_json(), config, 2)
     kept = [cell for cell in earlier if cell.verdict == "aligned"]
     second = sweep(config, 2, subset="pairs", earlier=earlier, budget=1e-3)

@@ -3,13 +3,13 @@ from __future__ import annotations
 from itertools import combinations
 
 from paralign.prove.sweep_cells import Cell, cells_of, factorisations, pairs_cover
-from tests.parity import make_config
+from tests.parity import BASE, make_config
 
 
 def test_every_factorisation_is_there_once():
     found = list(factorisations(8))
-    assert len(found) == 20
-    assert len({tuple(mesh.items()) for mesh in found}) == 20
+    assert len(found) == 35
+    assert len({tuple(mesh.items()) for mesh in found}) == 35
     for mesh in found:
         product = 1
         for degree in mesh.values():
@@ -60,6 +60,20 @@ def test_what_fitted_only_the_configs_own_pipeline_is_left_open():
 def test_a_program_of_the_users_own_gets_no_schedules():
     config = make_config().model_copy(update={"program": "examples.own_program:build"})
     assert {cell.schedule for cell in cells_of(config, 2)} == {"1F1B"}
+
+
+def test_only_a_model_with_a_plan_is_spread_over_tp():
+    def degrees(config):
+        return {dict(cell.mesh).get("tp", "kept") for cell in cells_of(config, 4)}
+
+    config = make_config()
+    assert degrees(config) == {1, 2, 4}
+    assert degrees(config.model_copy(update={"program": "examples.own_program:build"})) == {"kept"}
+    refused = make_config(
+        model={**BASE["model"], "num_heads": 6, "num_kv_heads": 6, "hidden_size": 36}
+    )
+    cells = {cell.name: cell for cell in cells_of(refused, 4)}
+    assert "num_heads=6 does not split evenly over axis 'tp'" in cells["tp4-1F1B"].why
 
 
 def test_pairs_are_all_covered_by_fewer_cells():

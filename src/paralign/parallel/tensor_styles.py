@@ -370,8 +370,14 @@ class VocabularyParallel(TensorStyle):
         if not isinstance(module, nn.Embedding):
             return _not_a(module, nn.Embedding)
         used = ("padding_idx", "max_norm", "scale_grad_by_freq", "sparse")
-        set_ = [f"{n}={v!r}" for n in used if (v := getattr(module, n)) not in (None, False)]
-        extra = [f"{', '.join(set_)} would act on a part of the rows. Leave it out"] if set_ else []
+        # By identity: padding_idx=0 equals False.
+        given = [
+            f"{name}={value!r}"
+            for name in used
+            if (value := getattr(module, name)) is not None and value is not False
+        ]
+        extra = [f"{', '.join(given)} would act on a part of the rows. Leave it out"]
+        extra = extra if given else []
         return extra + _uneven("num_embeddings", module.num_embeddings, degree)
 
     def run(

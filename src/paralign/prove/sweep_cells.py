@@ -14,7 +14,7 @@ from paralign.parallel.stages import SCHEDULES
 from paralign.parallel.support import problems as plan_problems
 
 # Outermost first. Other axes keep what the config gives them.
-SWEPT_AXES = ("pp", "dp_replicate", "dp_shard", "cp")
+SWEPT_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,12 +44,15 @@ def cells_of(config: RunConfig, world_size: int) -> list[Cell]:
     """Return every factorisation of ``world_size`` times every schedule, the refused ones too.
 
     Without a pipeline (pp=1) only the config's own schedule is tried: then they all are the same
-    order of calls. A user's program gets the config's schedule, whatever it does with it.
+    order of calls. A user's program gets the config's schedule, whatever it does with it. A user's
+    own model and program keep the config's tp: only they know whether they have a plan for it.
     """
     own = find_schedule_name(config)
-    fixed = config.mesh.tp
+    is_own = config.program is not None or config.model.name is None
+    fixed = config.mesh.tp if is_own else 1
+    axes = SWEPT_AXES[:-1] if is_own else SWEPT_AXES
     cells = []
-    for mesh in factorisations(world_size // fixed) if world_size % fixed == 0 else ():
+    for mesh in factorisations(world_size // fixed, axes) if world_size % fixed == 0 else ():
         schedules = [own]
         if mesh["pp"] > 1 and config.program is None:
             schedules = [kind.name for kind in SCHEDULES.values()]
@@ -63,8 +66,8 @@ def find_schedule_name(config: RunConfig) -> str:
     return kind.name if kind else config.pipeline.schedule
 
 
-def factorisations(number: int) -> Iterator[dict[str, int]]:
-    """Yield every way to write ``number`` as a product of the degrees of :data:`SWEPT_AXES`."""
+def factorisations(number: int, axes: Sequence[str] = SWEPT_AXES) -> Iterator[dict[str, int]]:
+    """Yield every way to write ``number`` as a product of the degrees of ``axes``."""
 
     def split(rest: int, axes: Sequence[str]) -> Iterator[dict[str, int]]:
         if len(axes) == 1:
@@ -74,7 +77,7 @@ def factorisations(number: int) -> Iterator[dict[str, int]]:
             for others in split(rest // degree, axes[1:]):
                 yield {axes[0]: degree, **others}
 
-    yield from split(number, SWEPT_AXES)
+    yield from split(number, axes)
 
 
 def pairs_cover(cells: Sequence[Cell]) -> list[Cell]:
