@@ -31,6 +31,7 @@ PUBLIC = {
     "RankError",
     "Report",
     "RunConfig",
+    "TensorParallel",
     "__version__",
     "align",
     "build_mesh",

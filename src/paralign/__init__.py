@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from paralign.parallel.data import FSDP as FSDP
     from paralign.parallel.data import Precision as Precision
     from paralign.parallel.pipeline import Pipeline as Pipeline
+    from paralign.parallel.tensor_styles import TensorParallel as TensorParallel
     from paralign.parallelize import Context as Context
     from paralign.parallelize import parallelize as parallelize
     from paralign.program import Program as Program
@@ -62,6 +63,7 @@ _HOME = {
     "RankError": "paralign.errors",
     "Report": "paralign.align.verdict",
     "RunConfig": "paralign.config.run",
+    "TensorParallel": "paralign.parallel.tensor_styles",
     "align": "paralign.prove.run",
     "build_mesh": "paralign.mesh",
     "compare": "paralign.align.compare",

@@ -50,6 +50,13 @@ def test_aligned_run_is_reported_written_and_kept(run_yaml, tmp_path, capsys):
 
 
 @pytest.mark.ranks
+def test_the_tensor_parallel_example_is_aligned(capsys):
+    example = Path(__file__).parents[2] / "examples" / "tp.yaml"
+    assert main(["align", str(example)]) == 0
+    assert capsys.readouterr().out.startswith("ALIGNED")
+
+
+@pytest.mark.ranks
 def test_quiet_says_the_verdict_and_verbose_every_tensor(run_yaml, capsys):
     assert main(["align", run_yaml, "-q"]) == 0
     assert capsys.readouterr().out.count("\n") == 1

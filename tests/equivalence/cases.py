@@ -51,11 +51,14 @@ class Case:
     num_microbatches: int
     model: str
     tied: bool
+    tp: int = 1
+    sequence_parallel: bool = True
 
     @property
-    def mesh(self) -> tuple[int, int, int, int]:
-        """Degrees of pp, dp_replicate, dp_shard and cp."""
-        return self.pp, self.dp_replicate, self.dp_shard, self.cp
+    def mesh(self) -> tuple[int, ...]:
+        """Degrees of pp, dp_replicate, dp_shard and cp, and of tp where there is more than one."""
+        others = self.pp, self.dp_replicate, self.dp_shard, self.cp
+        return others if self.tp == 1 else (*others, self.tp)
 
     @property
     def id(self) -> str:
@@ -63,6 +66,7 @@ class Case:
         mesh = "x".join(map(str, self.mesh))
         rest = (self.schedule, f"M{self.num_microbatches}", self.wrap, self.mode)
         shape = f"{self.model}{'-tied' if self.tied else ''}+{self.extra_layers}"
+        shape += "" if self.sequence_parallel else "-nosp"
         return "-".join((mesh, *rest, shape))
 
     @property
@@ -86,7 +90,9 @@ class Case:
                 "dp_replicate": self.dp_replicate,
                 "dp_shard": self.dp_shard,
                 "cp": self.cp,
+                "tp": self.tp,
             },
+            "tensor": {"sequence_parallel": self.sequence_parallel},
             "pipeline": {"schedule": self.schedule, "num_microbatches": self.num_microbatches},
             "fsdp": {"wrap": self._wrap()},
             "context": {"ulysses_degree": ulysses_degree, "load_balance": load_balance},
@@ -104,9 +110,10 @@ class Case:
             wrap=WRAPS[self.wrap],
         )
         ulysses_degree, load_balance = MODES[self.mode]
+        num_kv_heads = 2 if self.model == "llama" else NUM_HEADS
         return plan_problems(plan) + requirements(
-            num_heads=NUM_HEADS,
-            num_kv_heads=2 if self.model == "llama" else NUM_HEADS,
+            num_heads=NUM_HEADS // self.tp,
+            num_kv_heads=max(1, num_kv_heads // self.tp),
             seq_len=SEQ_LEN,
             degree=self.cp,
             ulysses_degree=ulysses_degree,
@@ -124,23 +131,29 @@ class Case:
         return [unit for unit in units if unit]
 
 
-def meshes() -> list[tuple[int, int, int, int]]:
-    """Return every factorisation of eight ranks."""
+def meshes(tp: int = 1) -> list[tuple[int, int, int, int]]:
+    """Return every factorisation of eight ranks, or of what ``tp`` leaves of them."""
     sizes = (1, 2, 4, 8)
     return [
         (pp, dp_replicate, dp_shard, cp)
         for pp, dp_replicate, dp_shard, cp in itertools.product(sizes, repeat=4)
-        if pp * dp_replicate * dp_shard * cp == WORLD_SIZE
+        if pp * dp_replicate * dp_shard * cp * tp == WORLD_SIZE
     ]
 
 
-def legal_cases() -> Iterator[Case]:
+def tensor_cases() -> Iterator[Case]:
+    """Yield the same for every mesh with tp, with and without sequence parallel in turn."""
+    for tp in (2, 4, 8):
+        yield from legal_cases(tp)
+
+
+def legal_cases(tp: int = 1) -> Iterator[Case]:
     """Yield every mesh, schedule, grouping and attention mode that has a legal case.
 
     The number of micro-batches, layers that do not divide, the model and tied embeddings alternate
     over the product instead of multiplying it.
     """
-    for mesh, kind, wrap, mode in itertools.product(meshes(), SCHEDULES.values(), WRAPS, MODES):
+    for mesh, kind, wrap, mode in itertools.product(meshes(tp), SCHEDULES.values(), WRAPS, MODES):
         cp = mesh[3]
         if (cp == 1 and mode != "ulysses") or (mode == "hybrid" and cp < 4):
             continue  # another mode under a second name
@@ -159,6 +172,8 @@ def legal_cases() -> Iterator[Case]:
                 num_microbatches=num_microbatches,
                 model=("llama", "pangu_moe")[number // 4 % 2],
                 tied=number // 8 % 3 == 0,
+                tp=tp,
+                sequence_parallel=tp == 1 or number // 3 % 2 == 0,
             )
             if not case.problems():
                 yield case

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.equivalence.cases import cover, legal_cases, meshes
+from tests.equivalence.cases import cover, legal_cases, meshes, tensor_cases
 from tests.equivalence.table import CASES_PER_WORLD, run
 
 COVER = cover(list(legal_cases()))
@@ -42,6 +42,25 @@ def test_every_run_has_every_mesh_schedule_grouping_and_mode():
     for name in ("mesh", "schedule", "wrap", "mode", "model", "num_microbatches", "tied"):
         chosen = {getattr(case, name) for case in cases}
         assert chosen == {getattr(case, name) for case in COVER}, name
+
+
+TENSOR_COVER = cover(list(tensor_cases()))
+TENSOR_MESHES = sorted({case.mesh for case in TENSOR_COVER}, reverse=True)
+
+
+def test_the_cover_meets_tp_with_every_other_axis_and_choice():
+    assert {case.mesh for case in tensor_cases()} == set(TENSOR_MESHES)
+    assert len(TENSOR_MESHES) == 15
+    assert {case.schedule for case in TENSOR_COVER if case.tp == 4} == {
+        case.schedule for case in COVER
+    }
+    assert len({(case.sequence_parallel, case.mode) for case in TENSOR_COVER}) == 2 * 4
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mesh", TENSOR_MESHES, ids=lambda mesh: "x".join(map(str, mesh)))
+def test_every_case_with_tp_is_the_run_of_one_device(mesh):
+    assert failures([case for case in TENSOR_COVER if case.mesh == mesh]) == []
 
 
 @pytest.mark.long
