@@ -38,7 +38,8 @@ OFF = {"sequence_parallel": False}
 
 def pieces(name: str = "llama", **changes: Any) -> tuple[nn.Module, dict[str, Any]]:
     entry = find_model(name)
-    config = entry.configure(hyper_parameters={"bias": True, **changes})
+    preset = "tiny" if name == "llama" else "tiny_dense"
+    config = entry.configure(preset, hyper_parameters={"bias": True, **changes})
     with torch.device("meta"):
         return entry.build(config), entry.blueprint(config).tensor_parallel()
 
