@@ -63,14 +63,14 @@ communication per rank and step
       gradients         reduce-scatter   dp_shard x cp       3   69.4 KiB
       activations       send             pp                  4      8 KiB
       q, k, v, output   all-to-all       cp                 32     48 KiB
-      loss, norm        all-reduce       world               2       84 B
+      loss, norm        all-reduce       world               2       98 B
 
  1    weights, kept     all-gather       dp_shard x cp       1   24.1 KiB
       weights, freed    all-gather       dp_shard x cp      10    227 KiB
       gradients         reduce-scatter   dp_shard x cp       3   69.5 KiB
       activations       send             pp                  4      8 KiB
       q, k, v, output   all-to-all       cp                 32     48 KiB
-      loss, norm        all-reduce       world               2       84 B
+      loss, norm        all-reduce       world               2       98 B
 
  sent  leaves the rank; an all-reduce counts as reduce-scatter and all-gather
 
