@@ -111,6 +111,7 @@ class OwnBlueprint(pa.Blueprint):
     prologue_names = ("embedding",)
     layers_name = "blocks"
     epilogue_names = ("final_norm", "lm_head")
+    head_name = "lm_head"
 
     def context(self, batch: Batch, *, seq_len: int) -> Tensor:  # noqa: D102
         # Global, whatever slice of the sequence this rank holds.

@@ -36,7 +36,7 @@ ALONE = {"align": {"errors", "layout"}, "launch": {"errors", "requirements"}}
 AXES = [
     {"context", "context_"},
     {"tensor", "tensor_"},
-    {"pipeline", "stage", "stages", "support", "tied", "gradients"},
+    {"pipeline", "stage", "stages", "support", "tied", "gradients", "loss_chunks"},
 ]
 
 # The only files that import private modules of torch, and what for.

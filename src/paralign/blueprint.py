@@ -47,6 +47,10 @@ class Blueprint(ABC):
     epilogue_names: tuple[str, ...] = ("norm", "head")
     """Modules or parameters that only the last stage owns."""
 
+    head_name: str | None = None
+    """The module that the epilogue ends with: from ``[B, S_local, D]`` it makes the logits, which
+    the epilogue returns as they are. Needed for a loss in chunks."""
+
     unused_parameters: tuple[str, ...] = ()
     """Glob patterns of parameters that get no gradient in training."""
 

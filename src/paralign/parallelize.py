@@ -33,6 +33,7 @@ from paralign.parallel.data import (
     check_units,
     plan_units,
 )
+from paralign.parallel.loss_chunks import head_problems
 from paralign.parallel.pipeline import Pipeline, PipelineRuntime
 from paralign.parallel.stage import Stage, meta_copy
 from paralign.parallel.stages import rank_of_stage, split_layers, stages_of_rank
@@ -76,6 +77,7 @@ def parallelize(
     context: Context | None = None,
     tensor: TensorParallel | None = None,
     precision: Precision | None = None,
+    loss_chunks: int = 1,
     init: InitRule | None = None,
     seed: int = 0,
 ) -> Program:
@@ -94,6 +96,8 @@ def parallelize(
         context: How attention is spread over cp.
         tensor: How layers are spread over tp; default with sequence parallel.
         precision: Dtypes of the step.
+        loss_chunks: Compute logits and loss in so many chunks of the sequence, so that the logits
+            of all tokens never exist. Needs ``blueprint.head_name``.
         init: Name and global shape of a parameter -> how it starts, for a model on the meta device;
             default ``blueprint.init``.
         seed: Seed of the initial values.
@@ -114,10 +118,17 @@ def parallelize(
     context = context or Context()
     tensor = tensor or TensorParallel()
     plan = resolve_plan(
-        model, degrees, blueprint, pipeline=pipeline, fsdp=fsdp, precision=precision
+        model,
+        degrees,
+        blueprint,
+        pipeline=pipeline,
+        fsdp=fsdp,
+        precision=precision,
+        loss_chunks=loss_chunks,
     )
     check_sharding(model, blueprint, plan, fsdp)
     check_tensor_plan(model, blueprint, degrees, tensor)
+    check_loss_chunks(model, blueprint, loss_chunks)
 
     tensors = [*model.parameters(), *model.buffers()]
     is_meta = any(tensor.is_meta for tensor in tensors)
@@ -143,6 +154,8 @@ def parallelize(
             partial_over_tp |= apply_tensor(
                 stage, mesh[str(Axis.TP)], plan=blueprint.tensor_parallel(), options=tensor
             )
+        if loss_chunks > 1:
+            stage.chunk_loss(loss_chunks)
         _apply_context(stage, mesh, blueprint, context)
         _balance_whole_sequences(stage, mesh)
         names = [name for name, _ in stage.named_modules() if name]
@@ -193,6 +206,7 @@ def resolve_plan(
     pipeline: Pipeline,
     fsdp: FSDP,
     precision: Precision,
+    loss_chunks: int = 1,
 ) -> Plan:
     """Check the plan against the support table and fill in what the user left open.
 
@@ -211,6 +225,7 @@ def resolve_plan(
         reshard_after_forward=fsdp.reshard_after_forward,
         compute_dtype=_dtype_name(precision.compute or master),
         reduce_dtype=_dtype_name(precision.reduce or master),
+        loss_chunks=loss_chunks,
     )
     if refused := problems(plan):
         raise ScheduleError.from_problems(f"the plan is refused on {degrees}", refused)
@@ -267,6 +282,20 @@ def check_tensor_plan(
     if found := tensor_problems(model, plan, degree=degrees.tp, options=tensor):
         title = f"{type(model).__name__} cannot be spread over axis 'tp' ({degrees.tp} ranks)"
         raise ConfigError.from_problems(title, found)
+
+
+def check_loss_chunks(model: nn.Module, blueprint: Blueprint, loss_chunks: int) -> None:
+    """Check that the loss can be computed in chunks.
+
+    Raises:
+        ConfigError: It cannot, and why.
+    """
+    if loss_chunks < 1:
+        raise ConfigError(f"loss_chunks={loss_chunks} must be at least 1. Use 1 for no chunks.")
+    if loss_chunks == 1:
+        return
+    if found := head_problems(model, blueprint, f"loss_chunks={loss_chunks}"):
+        raise ConfigError.from_problems("the loss cannot be computed in chunks", found)
 
 
 def _split(

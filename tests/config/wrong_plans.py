@@ -155,6 +155,21 @@ PLANS = [
         fix="Use num_microbatches=1",
     ),
     wrong_set(
+        "more_loss_chunks_than_tokens",
+        "loss.chunks=40",
+        value="loss.chunks=40",
+        rule="more than the 32 tokens of a row that a rank has at the head",
+        fix="Use loss.chunks=32 or fewer",
+    ),
+    wrong_set(
+        "loss_chunks_and_activations",
+        "loss.chunks=2",
+        "align.record=activations",
+        value="loss.chunks=2",
+        rule="the head's output never exists, so it cannot be recorded",
+        fix="Use loss.chunks=1, or align.record=gradients",
+    ),
+    wrong_set(
         "tensor_parallel",
         "mesh.tp=8",
         value="num_heads=4",

@@ -172,7 +172,13 @@ def costs_of(config: RunConfig) -> list[RankCost]:
     degrees = config.mesh.degrees
     precision = Precision(compute=torch.float32, reduce=torch.float32)
     plan = resolve_plan(
-        model, degrees, blueprint, pipeline=pipeline, fsdp=fsdp, precision=precision
+        model,
+        degrees,
+        blueprint,
+        pipeline=pipeline,
+        fsdp=fsdp,
+        precision=precision,
+        loss_chunks=config.loss.chunks,
     )
     tensor = build_tensor(config)
     declared = declare(model, blueprint, degrees=degrees, plan=plan, fsdp=fsdp, tensor=tensor)
@@ -219,6 +225,12 @@ CASES: dict[str, list[dict[str, Any]]] = {
     "pp dp_shard tp": [
         {"pipeline": pipe("1F1B", 2)},
         {"pipeline": pipe("GPipe", 1), "tensor": {"sequence_parallel": False}},
+        {"pipeline": pipe("GPipe", 2), "loss": {"chunks": 3}},
+        {
+            "pipeline": pipe("1F1B", 2),
+            "loss": {"chunks": 2},
+            "tensor": {"sequence_parallel": False},
+        },
         {"pipeline": pipe("ZBVZeroBubble", 4), "model": {**parity.PANGU, "tie_embeddings": True}},
     ],
     "cp tp": [  # two key/value heads for two ranks of tp, then for two of cp

@@ -86,6 +86,7 @@ def plan_of(config: RunConfig, model: ModelChoice | None = None) -> Plan:
         reshard_after_forward=config.fsdp.reshard,
         compute_dtype=config.precision.compute,
         reduce_dtype=config.precision.reduce,
+        loss_chunks=config.loss.chunks,
     )
 
 
@@ -209,6 +210,31 @@ def _stream(config: RunConfig) -> Iterator[str]:
         )
 
 
+def _loss(facts: Facts) -> Iterator[str]:
+    config, chunks = facts.config, facts.config.loss.chunks
+    if chunks == 1:
+        return
+    if config.program is not None:
+        yield (
+            f"loss.chunks={chunks} is for paralign's own parallel code, and program is set. Remove "
+            "loss.chunks, and cut the loss in your own code."
+        )
+        return
+    if config.align.record == "activations":
+        yield (
+            f"loss.chunks={chunks} and align.record=activations: the head's output never exists, "
+            "so it cannot be recorded. Use loss.chunks=1, or align.record=gradients."
+        )
+    parts = config.mesh.cp * (config.mesh.tp if config.tensor.sequence_parallel else 1)
+    most = max(1, config.batch.seq_len // parts)
+    if chunks > most:
+        yield (
+            f"loss.chunks={chunks} is more than the {most} tokens of a row that a rank has at the "
+            f"head: batch.seq_len={config.batch.seq_len} over {parts} ranks of cp and tp. Use "
+            f"loss.chunks={most} or fewer."
+        )
+
+
 def _model_sizes(facts: Facts) -> Iterator[str]:
     config = facts.config
     if facts.model.config is not None and config.model.name is not None:
@@ -285,7 +311,7 @@ RULES = (
     Rule(needs=("mesh.ep",), check=_later_axes),
     Rule(needs=("mesh",), check=_world),
     Rule(needs=("pipeline.schedule",), check=_schedule),
-    Rule(needs=("pipeline", "mesh.pp", "fsdp", "precision", "model"), check=_plan),
+    Rule(needs=("pipeline", "mesh.pp", "fsdp", "precision", "loss", "model"), check=_plan),
     Rule(
         needs=(
             "batch.global_batch",
@@ -297,6 +323,10 @@ RULES = (
     ),
     Rule(
         needs=("batch.seq_len", "mesh.cp", "mesh.tp", "context", "tensor", "model"), check=_sequence
+    ),
+    Rule(
+        needs=("loss", "mesh.cp", "mesh.tp", "tensor", "batch.seq_len", "align.record", "program"),
+        check=_loss,
     ),
     Rule(needs=("model", "mesh", "batch.seq_len"), check=_model_sizes),
     Rule(needs=("model", "data.tokenizer"), check=_vocabulary),

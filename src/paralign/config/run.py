@@ -199,6 +199,17 @@ class BatchSection(Section):
     seq_len: Count = _count(64, "tokens a row", example="64")
 
 
+class LossSection(Section):
+    """How the loss of a micro-batch is computed."""
+
+    chunks: Count = _count(
+        1,
+        "pieces of the sequence that logits and loss are computed in, so that the logits of all "
+        "tokens never exist",
+        example="4",
+    )
+
+
 class DataSection(Section):
     """Where the tokens come from."""
 
@@ -301,6 +312,7 @@ class RunConfig(Section):
     context: ContextSection = ContextSection()
     tensor: TensorSection = TensorSection()
     batch: BatchSection = BatchSection()
+    loss: LossSection = LossSection()
     data: DataSection = DataSection()
     precision: PrecisionSection = PrecisionSection()
     optimizer: OptimizerSection = OptimizerSection()

@@ -39,6 +39,7 @@ class DecoderBlueprint(Blueprint):
     prologue_names = ("embedding",)
     layers_name = "layers"
     epilogue_names = ("norm", "head")
+    head_name = "head"
 
     def __init__(
         self, *, num_layers: int, init_std: float, residual_names: tuple[str, ...]

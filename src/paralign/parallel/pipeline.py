@@ -141,6 +141,7 @@ class PipelineRuntime:
             rows=rows // num_microbatches,
             local_seq=local_seq,
             stream_parts=self._stream_parts,
+            chunks_loss=self._plan.loss_chunks > 1,
         )
         stages = [
             PipelineStage(

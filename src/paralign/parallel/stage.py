@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from paralign.blueprint import Blueprint
 from paralign.loss import token_cross_entropy_sum, token_weights
+from paralign.parallel.loss_chunks import ChunkedHead, checked_epilogue
 
 
 class _Namespace(nn.Module):
@@ -55,6 +57,7 @@ class Stage(nn.Module):
             _adopt(self, model, name)
         self.seq_len: int | None = None  # global; set by the runtime before the first step
         self.normaliser = 1.0  # of token losses, in the step that runs
+        self._chunked: ChunkedHead | None = None
 
     @property
     def layer_names(self) -> list[str]:
@@ -70,6 +73,12 @@ class Stage(nn.Module):
     def is_last(self) -> bool:
         """Whether this stage owns the epilogue."""
         return self._is_last
+
+    def chunk_loss(self, num_chunks: int) -> None:
+        """Compute head and loss in chunks; call it after tensor parallelism and before FSDP."""
+        name = self._blueprint.head_name
+        if self._is_last and name is not None:
+            self._chunked = ChunkedHead(self.get_submodule(name), num_chunks)
 
     def forward(self, x: Tensor, **batch: Tensor) -> Tensor:
         """Run this stage on one micro-batch.
@@ -90,8 +99,10 @@ class Stage(nn.Module):
         for name in self._layer_names:
             x = self._blueprint.layer(self.get_submodule(name), x, context)
         if self._is_last:
-            logits = self._blueprint.epilogue(self, x, context)
-            return token_cross_entropy_sum(logits, batch["labels"])
+            epilogue = partial(self._blueprint.epilogue, self, x, context)
+            if self._chunked is not None:
+                return self._chunked.sum_of_losses(epilogue, batch["labels"])
+            return token_cross_entropy_sum(epilogue(), batch["labels"])
         # gloo cannot send a strided tensor, and a split backward pass cannot start at a view.
         return x.clone(memory_format=torch.contiguous_format) if _is_strided(x) else x
 
@@ -160,6 +171,7 @@ def boundary_tensors(
     rows: int,
     local_seq: int,
     stream_parts: int = 1,
+    chunks_loss: bool = False,
 ) -> list[tuple[Tensor, Tensor]]:
     """Return each stage's input and output as meta tensors, so that no stage runs to find shapes.
 
@@ -173,11 +185,15 @@ def boundary_tensors(
         rows: Rows of one micro-batch.
         local_seq: Tokens of a row that one rank is fed.
         stream_parts: Ranks that share these tokens between blocks: tp with sequence parallel.
+        chunks_loss: The loss will be computed in chunks of the head's output.
+
+    Raises:
+        ConfigError: The epilogue cannot be run in chunks.
     """
     entry = torch.empty(rows, local_seq, dtype=torch.int64, device="meta")
     tokens = entry[:, : local_seq // stream_parts]
     batch = {"tokens": tokens, "positions": tokens, "labels": tokens}
-    return list(_walk(skeleton, blueprint, splits, batch, entry))
+    return list(_walk(skeleton, blueprint, splits, batch, entry, chunks_loss))
 
 
 def _walk(
@@ -186,6 +202,7 @@ def _walk(
     splits: Sequence[range],
     batch: dict[str, Tensor],
     entry: Tensor,
+    chunks_loss: bool,
 ) -> Iterator[tuple[Tensor, Tensor]]:
     # The skeleton is not parallel: to it the rank's part of the sequence is the whole of it.
     context = blueprint.context(batch, seq_len=batch["tokens"].shape[1])
@@ -196,8 +213,16 @@ def _walk(
                 layer = skeleton.get_submodule(f"{blueprint.layers_name}.{index}")
                 x = blueprint.layer(layer, x, context)
             if number == len(splits) - 1:
-                logits = blueprint.epilogue(skeleton, x, context)
-                x = token_cross_entropy_sum(logits, batch["labels"])
+                epilogue, labels = (
+                    partial(blueprint.epilogue, skeleton, x, context),
+                    batch["labels"],
+                )
+                if chunks_loss:
+                    head = skeleton.get_submodule(str(blueprint.head_name))
+                    logits = checked_epilogue(epilogue, head, labels)
+                else:
+                    logits = epilogue()
+                x = token_cross_entropy_sum(logits, labels)
             yield entry, _like(x)
             entry = _like(x)
 

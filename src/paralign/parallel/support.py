@@ -33,6 +33,7 @@ class Plan:
     reshard_after_forward: bool | None = None  # None: torch's default
     compute_dtype: str = "float32"
     reduce_dtype: str = "float32"
+    loss_chunks: int = 1
 
     @property
     def kind(self) -> ScheduleKind:
@@ -49,6 +50,13 @@ class Plan:
     def num_stages(self) -> int:
         """Stages in the whole pipeline."""
         return self.pp * self.num_stages_per_rank
+
+    @property
+    def loss_recomputations(self) -> int:
+        """Times, at most, that a chunk of the loss is computed once more in the backward pass."""
+        if self.loss_chunks == 1:
+            return 0
+        return 2 if self.kind.zero_bubble else 1
 
 
 class Decision(Enum):
@@ -207,6 +215,14 @@ def _zero_bubble(plan: Plan) -> Iterator[Rule]:
             reason=reason,
             fix="Parameters stay gathered for the whole step (reshard_after_forward=false), "
             "which costs one unsharded copy of the rank's stages.",
+        )
+    if plan.loss_recomputations:
+        yield Rule(
+            decision=Decision.RUN,
+            name="zero-bubble loss chunks",
+            reason=f"{kind.name} splits the backward pass, and each half computes the "
+            f"{plan.loss_chunks} chunks of the loss again.",
+            fix="The result is exact; Interleaved1F1B computes them again once.",
         )
     if plan.num_microbatches > 1 and _BITS.get(plan.compute_dtype, 64) < _BITS.get(
         plan.reduce_dtype, 64

@@ -104,6 +104,7 @@ def estimate(
                 shapes.stream,
                 config=config,
                 plan=plan,
+                head=blueprint.head_name if plan.loss_chunks > 1 else None,
                 has_loss=plan.num_stages - 1 in stages,
             ),
             *_partial_traffic(pp_rank, declared, degrees),
@@ -294,6 +295,7 @@ class _Shapes:
             rows=config.batch.global_batch // degrees.dp // plan.num_microbatches,
             local_seq=config.batch.seq_len // degrees.cp,
             stream_parts=self.stream_parts,
+            chunks_loss=plan.loss_chunks > 1,
         )
 
     def _watch(

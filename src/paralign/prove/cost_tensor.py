@@ -72,7 +72,13 @@ def _crossing(name: str, kind: str, x: Tensor) -> Crossing:
 
 
 def tensor_traffic(
-    pieces: Sequence[str], stream: StreamWatch, *, config: RunConfig, plan: Plan, has_loss: bool
+    pieces: Sequence[str],
+    stream: StreamWatch,
+    *,
+    config: RunConfig,
+    plan: Plan,
+    head: str | None,
+    has_loss: bool,
 ) -> Iterator[Traffic]:
     """Yield every crossing of the stream, forward and backward, and the loss of a cut vocabulary.
 
@@ -81,6 +87,7 @@ def tensor_traffic(
         stream: What a forward pass of the skeleton showed.
         config: The run.
         plan: The resolved plan.
+        head: The module whose output the loss is computed of in chunks; None: there are no chunks.
         has_loss: Whether the pipeline rank computes the loss.
     """
     tp, m = config.mesh.tp, plan.num_microbatches
@@ -88,22 +95,34 @@ def tensor_traffic(
         return
     crossings = list(stream.of(pieces))
     held = sum(crossing.num_bytes for crossing in crossings)
+    at_head = sum(crossing.num_bytes for crossing in crossings if crossing.module == head)
+    chunks, again = plan.loss_chunks, plan.loss_recomputations
+    calls = len(crossings) + (chunks - 1 if at_head else 0)
+    # Zero-bubble kinds do not compute every chunk of the loss again twice.
+    at_most = again > 1
     if stream.cuts_sequence:
         # One way gathers, the other way, backward or forward, scatters sums.
-        for collective in ("all-gather", "reduce-scatter"):
-            yield Traffic(
-                what="stream",
-                collective=collective,
-                axis=str(Axis.TP),
-                calls=m * len(crossings),
-                num_bytes=m * sent(held * tp, tp),
-            )
+        yield Traffic(
+            what="stream",
+            collective="all-gather",
+            axis=str(Axis.TP),
+            calls=m * (calls + (again * chunks if at_head else 0)),
+            num_bytes=m * sent((held + again * at_head) * tp, tp),
+            at_most=at_most and at_head > 0,
+        )
+        yield Traffic(
+            what="stream",
+            collective="reduce-scatter",
+            axis=str(Axis.TP),
+            calls=m * calls,
+            num_bytes=m * sent(held * tp, tp),
+        )
     else:
         yield Traffic(
             what="stream",
             collective="all-reduce",
             axis=str(Axis.TP),
-            calls=m * len(crossings),
+            calls=m * calls,
             num_bytes=m * all_reduced(held, tp),
         )
     if has_loss:
@@ -114,6 +133,9 @@ def tensor_traffic(
             what="cross entropy",
             collective="all-reduce",
             axis=str(Axis.TP),
-            calls=2 * m,
-            num_bytes=m * all_reduced(4 * tokens * max(4, BYTES[plan.compute_dtype]), tp),
+            calls=2 * m * chunks * (1 + again),
+            num_bytes=m
+            * (1 + again)
+            * all_reduced(4 * tokens * max(4, BYTES[plan.compute_dtype]), tp),
+            at_most=at_most,
         )

@@ -61,6 +61,7 @@ def build_program(
         context=context,
         tensor=build_tensor(config),
         precision=precision.precision,
+        loss_chunks=config.loss.chunks,
         init=rule,
         seed=config.align.seed,
     )
