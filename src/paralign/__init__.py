@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from paralign.parallel.data import FSDP as FSDP
     from paralign.parallel.data import Precision as Precision
     from paralign.parallel.pipeline import Pipeline as Pipeline
+    from paralign.parallel.recompute import Recompute as Recompute
     from paralign.parallel.tensor_styles import TensorParallel as TensorParallel
     from paralign.parallelize import Context as Context
     from paralign.parallelize import parallelize as parallelize
@@ -61,6 +62,7 @@ _HOME = {
     "Precision": "paralign.parallel.data",
     "Program": "paralign.program",
     "RankError": "paralign.errors",
+    "Recompute": "paralign.parallel.recompute",
     "Report": "paralign.align.verdict",
     "RunConfig": "paralign.config.run",
     "TensorParallel": "paralign.parallel.tensor_styles",

@@ -35,6 +35,7 @@ from paralign.parallel.data import (
 )
 from paralign.parallel.loss_chunks import head_problems
 from paralign.parallel.pipeline import Pipeline, PipelineRuntime
+from paralign.parallel.recompute import Recompute, apply_recompute, recompute_problems
 from paralign.parallel.stage import Stage, meta_copy
 from paralign.parallel.stages import rank_of_stage, split_layers, stages_of_rank
 from paralign.parallel.support import Plan, problems, resolve_reshard
@@ -76,6 +77,7 @@ def parallelize(
     fsdp: FSDP | None = None,
     context: Context | None = None,
     tensor: TensorParallel | None = None,
+    recompute: Recompute | None = None,
     precision: Precision | None = None,
     loss_chunks: int = 1,
     init: InitRule | None = None,
@@ -95,6 +97,7 @@ def parallelize(
         fsdp: How parameters are grouped into units.
         context: How attention is spread over cp.
         tensor: How layers are spread over tp; default with sequence parallel.
+        recompute: What is computed again in the backward pass instead of kept.
         precision: Dtypes of the step.
         loss_chunks: Compute logits and loss in so many chunks of the sequence, so that the logits
             of all tokens never exist. Needs ``blueprint.head_name``.
@@ -117,6 +120,7 @@ def parallelize(
     precision = precision or Precision()
     context = context or Context()
     tensor = tensor or TensorParallel()
+    recompute = recompute or Recompute()
     plan = resolve_plan(
         model,
         degrees,
@@ -125,10 +129,12 @@ def parallelize(
         fsdp=fsdp,
         precision=precision,
         loss_chunks=loss_chunks,
+        recompute=recompute,
     )
     check_sharding(model, blueprint, plan, fsdp)
     check_tensor_plan(model, blueprint, degrees, tensor)
     check_loss_chunks(model, blueprint, loss_chunks)
+    check_recompute(model, blueprint, recompute)
 
     tensors = [*model.parameters(), *model.buffers()]
     is_meta = any(tensor.is_meta for tensor in tensors)
@@ -158,6 +164,8 @@ def parallelize(
             stage.chunk_loss(loss_chunks)
         _apply_context(stage, mesh, blueprint, context)
         _balance_whole_sequences(stage, mesh)
+        for name in stage.layer_names:
+            apply_recompute(stage.get_submodule(name), recompute)
         names = [name for name, _ in stage.named_modules() if name]
         apply_fsdp(
             stage,
@@ -207,6 +215,7 @@ def resolve_plan(
     fsdp: FSDP,
     precision: Precision,
     loss_chunks: int = 1,
+    recompute: Recompute | None = None,
 ) -> Plan:
     """Check the plan against the support table and fill in what the user left open.
 
@@ -226,6 +235,7 @@ def resolve_plan(
         compute_dtype=_dtype_name(precision.compute or master),
         reduce_dtype=_dtype_name(precision.reduce or master),
         loss_chunks=loss_chunks,
+        recomputes=(recompute or Recompute()).parts != "none",
     )
     if refused := problems(plan):
         raise ScheduleError.from_problems(f"the plan is refused on {degrees}", refused)
@@ -266,6 +276,17 @@ def check_sharding(model: nn.Module, blueprint: Blueprint, plan: Plan, fsdp: FSD
         for stage, layers in enumerate(splits)
     }
     check_units_of_pairs(aliases, owners, units)
+
+
+def check_recompute(model: nn.Module, blueprint: Blueprint, recompute: Recompute) -> None:
+    """Check that what is to be recomputed exists in some layer.
+
+    Raises:
+        ConfigError: It does not; all names are listed.
+    """
+    layers = model.get_submodule(blueprint.layers_name).children()
+    if found := recompute_problems(layers, recompute):
+        raise ConfigError.from_problems("cannot recompute", found)
 
 
 def check_tensor_plan(

@@ -87,6 +87,7 @@ def plan_of(config: RunConfig, model: ModelChoice | None = None) -> Plan:
         compute_dtype=config.precision.compute,
         reduce_dtype=config.precision.reduce,
         loss_chunks=config.loss.chunks,
+        recomputes=config.recompute.parts != "none",
     )
 
 
@@ -311,7 +312,10 @@ RULES = (
     Rule(needs=("mesh.ep",), check=_later_axes),
     Rule(needs=("mesh",), check=_world),
     Rule(needs=("pipeline.schedule",), check=_schedule),
-    Rule(needs=("pipeline", "mesh.pp", "fsdp", "precision", "loss", "model"), check=_plan),
+    Rule(
+        needs=("pipeline", "mesh.pp", "fsdp", "precision", "loss", "recompute", "model"),
+        check=_plan,
+    ),
     Rule(
         needs=(
             "batch.global_batch",

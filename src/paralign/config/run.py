@@ -192,6 +192,21 @@ class TensorSection(Section):
     )
 
 
+class RecomputeSection(Section):
+    """What is computed again in the backward pass, instead of kept from the forward."""
+
+    parts: Annotated[
+        Literal["none", "block"] | tuple[Annotated[str, Field(min_length=1)], ...],
+        BeforeValidator(_tuples),
+    ] = _key(
+        "none",
+        "none; block: whole layers; or names of modules and methods inside a layer, * for any text",
+        expects="none, block, or a list of names",
+        example='["*_norm", attention.project]',
+        words="none, block",
+    )
+
+
 class BatchSection(Section):
     """How many tokens one optimizer step sees, over all ranks and micro-batches."""
 
@@ -311,6 +326,7 @@ class RunConfig(Section):
     fsdp: FsdpSection = FsdpSection()
     context: ContextSection = ContextSection()
     tensor: TensorSection = TensorSection()
+    recompute: RecomputeSection = RecomputeSection()
     batch: BatchSection = BatchSection()
     loss: LossSection = LossSection()
     data: DataSection = DataSection()

@@ -21,5 +21,9 @@ class SwiGLU(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map ``[..., hidden_size]`` to the same shape."""
-        out: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
+        out: Tensor = self.down(self.activate(self.gate(x), self.up(x)))
         return out
+
+    def activate(self, gate: Tensor, up: Tensor) -> Tensor:
+        """Gate what goes up, element by element."""
+        return F.silu(gate) * up

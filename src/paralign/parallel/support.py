@@ -34,6 +34,7 @@ class Plan:
     compute_dtype: str = "float32"
     reduce_dtype: str = "float32"
     loss_chunks: int = 1
+    recomputes: bool = False  # layers or parts of them, in the backward pass
 
     @property
     def kind(self) -> ScheduleKind:
@@ -232,4 +233,11 @@ def _zero_bubble(plan: Plan) -> Iterator[Rule]:
             f"{kind.name} adds the gradients of {plan.num_microbatches} micro-batches in "
             f"compute={plan.compute_dtype}, below reduce={plan.reduce_dtype}.",
             "Use num_microbatches=1, compute equal to reduce, or schedule Interleaved1F1B.",
+        )
+    if plan.recomputes:
+        yield _refuse(
+            "zero-bubble recompute",
+            f"{kind.name} splits the backward pass, and recomputes each layer 4.5 to 8 times a "
+            "step instead of once.",
+            "Use recompute.parts=none, or schedule Interleaved1F1B.",
         )

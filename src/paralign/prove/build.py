@@ -14,6 +14,7 @@ from paralign.config.run import OptimizerSection, RunConfig
 from paralign.models.router import named_biases
 from paralign.parallel.data import FSDP, Precision
 from paralign.parallel.pipeline import Pipeline
+from paralign.parallel.recompute import Recompute
 from paralign.parallel.tensor_styles import TensorParallel
 from paralign.parallelize import Context, InitRule
 from paralign.randomness import Init, fill_
@@ -146,6 +147,11 @@ def build_data(config: RunConfig) -> TokenSource:
 def build_tensor(config: RunConfig) -> TensorParallel:
     """Return how layers are spread over tp."""
     return TensorParallel(sequence_parallel=config.tensor.sequence_parallel)
+
+
+def build_recompute(config: RunConfig) -> Recompute:
+    """Return what is computed again in the backward pass."""
+    return Recompute(parts=config.recompute.parts)
 
 
 def build_plans(config: RunConfig) -> tuple[Pipeline, FSDP, Context]:

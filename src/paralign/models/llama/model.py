@@ -37,11 +37,14 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, rotary: Rotary) -> Tensor:
         """Map ``[B, S, hidden_size]`` to the same shape."""
+        out: Tensor = self.wo(self.core(*self.project(x, rotary)).transpose(1, 2).flatten(2))
+        return out
+
+    def project(self, x: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor, Tensor]:
+        """Make queries, keys and values, each ``[B, heads, S, head_dim]``."""
         q = apply_rotary(self._split_heads(self.wq(x)), rotary)
         k = apply_rotary(self._split_heads(self.wk(x)), rotary)
-        v = self._split_heads(self.wv(x))
-        out: Tensor = self.wo(self.core(q, k, v).transpose(1, 2).flatten(2))
-        return out
+        return q, k, self._split_heads(self.wv(x))
 
     def _split_heads(self, x: Tensor) -> Tensor:
         return x.view(*x.shape[:-1], -1, self.head_dim).transpose(1, 2)  # [B, N, S, D]

@@ -45,9 +45,13 @@ class LatentAttention(nn.Module):
 
     def forward(self, x: Tensor, rotary: Rotary) -> Tensor:
         """Map ``[B, S, hidden_size]`` to the same shape."""
-        attended = self.core(self._queries(x, rotary), *self._keys_and_values(x, rotary))
+        attended = self.core(*self.project(x, rotary))
         out: Tensor = self.out(attended.transpose(1, 2).flatten(2))
         return out
+
+    def project(self, x: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor, Tensor]:
+        """Make queries, keys and values, each ``[B, heads, S, its own width]``."""
+        return self._queries(x, rotary), *self._keys_and_values(x, rotary)
 
     def _queries(self, x: Tensor, rotary: Rotary) -> Tensor:
         c = self.config
