@@ -21,6 +21,7 @@ from paralign.models.llama.model import Llama
 from paralign.models.llama.presets import LlamaConfig
 from paralign.models.pangu_moe.model import PanguMoe
 from paralign.models.pangu_moe.presets import tiny as pangu_tiny
+from paralign.models.router import Router
 from paralign.parallel import recompute as module
 from paralign.parallel.recompute import (
     Recompute,
@@ -293,3 +294,30 @@ def _build_zero_bubble() -> None:
 def _build_unknown() -> None:
     config = make_config(mesh={"pp": 1}, recompute={"parts": ["attn"]})
     build_program(config, numerics("float64", config))
+
+
+def counts_of_routers(parts: str | Sequence[str]) -> dict[str, list[int]]:
+    """Return the tokens that every router has counted in a step, on every rank its own."""
+    config = make_config(
+        mesh={"pp": 2},
+        model={"name": "pangu_moe", "preset": "tiny"},
+        pipeline={"schedule": "1F1B", "num_microbatches": 4},
+        recompute={"parts": parts},
+    )
+    program = build_program(config, numerics("float64", config))
+    program.step(program.shard(build_data(config).global_batch(0)))
+    routers = {
+        name: router
+        for stage in program.modules
+        for name, router in stage.named_modules()
+        if isinstance(router, Router)
+    }
+    counts = {name: router.tally.take_counts() for name, router in routers.items()}
+    return {name: count.tolist() for name, count in counts.items() if count is not None}
+
+
+@pytest.mark.parametrize("parts", ["block", ("ffn", "*_norm")], ids=str)
+def test_routers_count_a_token_once(parts):
+    expected = run_on_ranks(counts_of_routers, 2, "none")
+    assert [sum(map(sum, counts.values())) > 0 for counts in expected] == [True, True]
+    assert run_on_ranks(counts_of_routers, 2, parts) == expected
