@@ -24,10 +24,11 @@ from paralign.randomness import Init
 
 if TYPE_CHECKING:
     from paralign.parallel.context import ContextParallel
+    from paralign.parallel.expert import ExpertParallel
     from paralign.parallel.tensor_styles import TensorStyle
 
 # tokens, labels, positions: each [B, S] int64, rows first; see Program.shard. While a step runs,
-# token_weights as well: [B, S] float64, what each token's loss is multiplied by.
+# num_tokens as well: a scalar on the CPU, what the sum of token losses is divided by.
 Batch = Mapping[str, Tensor]
 
 
@@ -96,6 +97,15 @@ class Blueprint(ABC):
         Returns:
             Pattern of global module names, such as ``layers.*.attention.wq`` -> its style. Together
             they cover every parameter. Empty: the model cannot run with tp > 1.
+        """
+        return {}
+
+    def experts(self) -> dict[str, ExpertParallel]:
+        """Name the stacks of experts inside a layer, for expert parallel.
+
+        Returns:
+            Module name relative to a layer -> ``ExpertParallel()``. A layer may lack it. Empty: the
+            model cannot run with ep > 1.
         """
         return {}
 

@@ -7,6 +7,8 @@ forward                  backward                who receives what (n ranks)
                          dims exchanged
 ``all_gather_dim``       ``reduce_scatter_dim``  every rank: every rank's tensor
 ``reduce_scatter_dim``   ``all_gather_dim``      every rank: the sum of one n-th
+``all_to_all_rows``      ``all_to_all_rows``,    every rank: some rows of every rank's tensor
+                         numbers exchanged
 ``all_reduce_forward``   identity                every rank: the sum
 ``all_reduce_backward``  all-reduce (sum)        every rank: what it had
 =======================  ======================  =========================================
@@ -75,6 +77,44 @@ def fused_all_to_all_dims(
     _check_split(tensors, split_dim, concat_dim, dist.get_world_size(group))
     outputs: tuple[Tensor, ...] = _AllToAllDims.apply(group, split_dim, concat_dim, *tensors)  # type: ignore[no-untyped-call]
     return outputs
+
+
+def all_to_all_rows(
+    x: Tensor, *, send: Sequence[int], receive: Sequence[int], group: dist.ProcessGroup
+) -> Tensor:
+    """Send rows of ``x`` to every rank, as many as each is due, and get theirs.
+
+    ::
+
+        rank 0   a0 a1 | b0          send 2, 1       ->   a0 a1 | c0     receive 2, 1
+        rank 1   c0 | d0 d1 d2       send 1, 3       ->   b0 | d0 d1 d2  receive 1, 3
+
+    Shapes (n ranks in ``group``):
+        x: ``[sum(send), ...]``: first the rows for rank 0.
+        returns: ``[sum(receive), ...]``: first the rows from rank 0. Either may be empty.
+
+    Comm:
+        forward: one all-to-all; all but the rank's own rows leave it.
+        backward: the same, with the two numbers exchanged.
+
+    Exact: elements are only moved.
+
+    Args:
+        x: Rows, in the order of the ranks they go to.
+        send: Rows for each rank.
+        receive: Rows from each rank.
+        group: The ranks.
+
+    Raises:
+        LayoutError: ``x`` has another number of rows than ``send`` says.
+    """
+    if x.shape[0] != sum(send):
+        raise LayoutError(
+            f"x has {x.shape[0]} rows, but send={list(send)} adds up to {sum(send)}. Give each "
+            "row a rank."
+        )
+    result: Tensor = _AllToAllRows.apply(group, tuple(send), tuple(receive), x)  # type: ignore[no-untyped-call]
+    return result
 
 
 def travel_together(num_bytes: int) -> bool:
@@ -191,6 +231,26 @@ class _AllToAllDims(torch.autograd.Function):
         group, split_dim, concat_dim = ctx.route
         # Applied, not called: the backward is itself differentiable.
         return (None, None, None, *_AllToAllDims.apply(group, concat_dim, split_dim, *grads))  # type: ignore[no-untyped-call]
+
+
+class _AllToAllRows(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        group: dist.ProcessGroup,
+        send: tuple[int, ...],
+        receive: tuple[int, ...],
+        x: Tensor,
+    ) -> Tensor:
+        ctx.route = (group, receive, send)
+        received = x.new_empty((sum(receive), *x.shape[1:]))
+        if not x.is_meta:
+            dist.all_to_all_single(received, x.contiguous(), list(receive), list(send), group=group)
+        return received
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, None, _AllToAllRows.apply(*ctx.route, grad)  # type: ignore[no-untyped-call]
 
 
 class _AllGatherStack(torch.autograd.Function):

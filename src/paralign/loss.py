@@ -9,7 +9,8 @@ their neighbours have.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -43,14 +44,27 @@ def count_valid_tokens(labels: Tensor, *, ignore_index: int = IGNORE_INDEX) -> T
     return (labels != ignore_index).sum()
 
 
-def token_weights(labels: Tensor, num_tokens: float) -> Tensor:
-    """Return what the loss of each token is multiplied by: ``1 / num_tokens``, or 0 if ignored.
+class Predicted(NamedTuple):
+    """Which tokens are predicted.
 
-    Shapes:
-        labels: ``[B, S]`` int64.
-        returns: ``[B, S]`` float64.
+    Attributes:
+        valid: ``[B, S]`` bool: the tokens here that have a valid label.
+        num_tokens: How many there are in the whole step, which every loss is divided by.
     """
-    return (labels != IGNORE_INDEX).double() / num_tokens
+
+    valid: Tensor
+    num_tokens: float
+
+
+def predicted_of(batch: Mapping[str, Tensor]) -> Predicted | None:
+    """Return which tokens of ``batch`` are predicted; None outside a training step.
+
+    Args:
+        batch: With ``labels`` and, while a step runs, ``num_tokens``.
+    """
+    if "num_tokens" not in batch:
+        return None
+    return Predicted(batch["labels"] != IGNORE_INDEX, float(batch["num_tokens"]))
 
 
 def token_cross_entropy_sum(

@@ -32,6 +32,7 @@ class Axis(str, Enum):
     CP = "cp"
     TP = "tp"
     EP = "ep"
+    EFSDP = "efsdp"  # what ep leaves of dp_shard x cp x tp: experts are sharded over it
     FSDP = "fsdp"  # dp_shard x cp: parameters are sharded and gradients summed over it
     LOSS = "loss"  # dp_replicate x dp_shard x cp: tokens are split over it
 
@@ -92,6 +93,11 @@ class Degrees:
         """Number of ranks that a parameter is sharded over: ``dp_shard * cp``."""
         return self.dp_shard * self.cp
 
+    @property
+    def efsdp(self) -> int:
+        """Number of ranks that an expert is sharded over: ``dp_shard * cp * tp / ep``."""
+        return self.dp_shard * self.cp * self.tp // self.ep
+
     def degree(self, axis: str) -> int:
         """Return the size of ``axis``."""
         return int(getattr(self, str(axis)))
@@ -145,8 +151,46 @@ def build_mesh(degrees: Degrees, device_type: str = "cpu") -> DeviceMesh:
     mesh = init_device_mesh(device_type, sizes, mesh_dim_names=names)
     for view in FOLDS:
         fold(mesh, view)
+    if degrees.ep > 1:
+        _carve(mesh, degrees)
     return mesh
 
+
+def _carve(mesh: DeviceMesh, degrees: Degrees) -> None:
+    """Keep the mesh of experts with the mesh it is carved from, which has no axis for it."""
+    inner = mesh[tuple(str(axis) for axis in CARVED)]._flatten("carved")
+    sizes = (degrees.efsdp, degrees.ep)
+    vars(mesh)[_EXPERTS] = inner._unflatten(0, sizes, (str(Axis.EFSDP), str(Axis.EP)))
+
+
+def expert_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """Return the mesh ``efsdp x ep`` of a mesh that was built with ``ep > 1``.
+
+    For ``Degrees(dp_shard=2, cp=2, ep=2)``::
+
+        rank      0  1  2  3
+        dp_shard  0  0  1  1
+        cp        0  1  0  1
+        efsdp     0  0  1  1
+        ep        0  1  0  1
+
+    Comm:
+        none.
+
+    Raises:
+        MeshError: It was built without.
+    """
+    if _EXPERTS not in vars(mesh):
+        raise MeshError(
+            "the mesh has no axis 'ep'. Build it with pa.build_mesh(pa.Degrees(..., ep=...))."
+        )
+    found: DeviceMesh = vars(mesh)[_EXPERTS]
+    return found
+
+
+# What ep is carved out of, outermost first; ep is innermost, so that its ranks are neighbours.
+CARVED = (Axis.DP_SHARD, Axis.CP, Axis.TP)
+_EXPERTS = "_paralign_experts"
 
 # Axes that are folded into one, outermost first.
 FOLDS = {
@@ -165,7 +209,7 @@ def fold(mesh: DeviceMesh, view: Axis) -> DeviceMesh:
 
 
 def degrees_of(mesh: DeviceMesh) -> Degrees:
-    """Return the degrees that ``mesh`` was built from (``ep`` is not part of a mesh).
+    """Return the degrees that ``mesh`` was built from.
 
     Raises:
         MeshError: The mesh lacks one of the axes that ``build_mesh`` makes.
@@ -176,4 +220,5 @@ def degrees_of(mesh: DeviceMesh) -> Degrees:
             f"the mesh has axes {tuple(names)} and lacks {', '.join(missing)}. "
             "Build it with pa.build_mesh(pa.Degrees(...))."
         )
-    return Degrees(**{str(axis): mesh[str(axis)].size() for axis in MESH_AXES})
+    ep = expert_mesh(mesh)[str(Axis.EP)].size() if _EXPERTS in vars(mesh) else 1
+    return Degrees(ep=ep, **{str(axis): mesh[str(axis)].size() for axis in MESH_AXES})

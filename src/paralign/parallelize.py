@@ -11,7 +11,7 @@ tokens of the global batch before the backward pass. Everything after that is a 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from paralign.blueprint import Blueprint
 from paralign.errors import ConfigError, ScheduleError
 from paralign.layout import local_boxes
-from paralign.mesh import Axis, Degrees, degrees_of
+from paralign.mesh import Axis, Degrees, degrees_of, expert_mesh
 from paralign.models.compose import structure_problems
 from paralign.models.router import named_biases, named_routers
 from paralign.parallel.data import (
@@ -33,6 +33,7 @@ from paralign.parallel.data import (
     check_units,
     plan_units,
 )
+from paralign.parallel.expert import ExpertParallel
 from paralign.parallel.loss_chunks import head_problems
 from paralign.parallel.pipeline import Pipeline, PipelineRuntime
 from paralign.parallel.recompute import Recompute, apply_recompute, recompute_problems
@@ -135,6 +136,7 @@ def parallelize(
     check_tensor_plan(model, blueprint, degrees, tensor)
     check_loss_chunks(model, blueprint, loss_chunks)
     check_recompute(model, blueprint, recompute)
+    check_experts(model, blueprint, degrees)
 
     tensors = [*model.parameters(), *model.buffers()]
     is_meta = any(tensor.is_meta for tensor in tensors)
@@ -164,6 +166,7 @@ def parallelize(
             stage.chunk_loss(loss_chunks)
         _apply_context(stage, mesh, blueprint, context)
         _balance_whole_sequences(stage, mesh)
+        experts = _apply_experts(stage, mesh, blueprint) if degrees.ep > 1 else []
         for name in stage.layer_names:
             apply_recompute(stage.get_submodule(name), recompute)
         names = [name for name, _ in stage.named_modules() if name]
@@ -171,6 +174,7 @@ def parallelize(
             stage,
             mesh,
             units=plan_units(fsdp.wrap, stage.layer_names, names),
+            experts=experts,
             reshard_after_forward=plan.reshard_after_forward,
             precision=precision,
             counter=counter,
@@ -366,6 +370,51 @@ def _apply_context(stage: Stage, mesh: DeviceMesh, blueprint: Blueprint, context
                 load_balance=context.load_balance,
                 positions_proven=True,  # by sequence_positions, each time a batch is cut
             ).apply(core, cp_mesh)
+
+
+def expert_stacks(
+    root: nn.Module, blueprint: Blueprint, layer_names: Sequence[str]
+) -> dict[str, ExpertParallel]:
+    """Return the stacks of experts in some layers of ``root``, by global name."""
+    known = {name for name, _ in root.named_modules()}
+    return {
+        f"{layer}.{inner}": style
+        for layer in layer_names
+        for inner, style in blueprint.experts().items()
+        if f"{layer}.{inner}" in known
+    }
+
+
+def check_experts(model: nn.Module, blueprint: Blueprint, degrees: Degrees) -> None:
+    """Check that the blueprint's experts can be spread over ep.
+
+    Raises:
+        ConfigError: All problems are listed.
+    """
+    if degrees.ep == 1:
+        return
+    layers = model.get_submodule(blueprint.layers_name)._modules
+    stacks = expert_stacks(model, blueprint, [f"{blueprint.layers_name}.{i}" for i in layers])
+    found = [
+        f"{name}: {problem}"
+        for name, style in stacks.items()
+        for problem in style.problems(model.get_submodule(name), degrees.ep)
+    ]
+    if not stacks:
+        found = [
+            f"experts() names no module that any layer has, and axis 'ep' has {degrees.ep} ranks. "
+            "Name the stacks of experts in a layer, or use ep=1"
+        ]
+    if found:
+        title = f"{type(blueprint).__name__} cannot spread experts over 'ep'"
+        raise ConfigError.from_problems(title, found)
+
+
+def _apply_experts(stage: Stage, mesh: DeviceMesh, blueprint: Blueprint) -> list[str]:
+    stacks = expert_stacks(stage, blueprint, stage.layer_names)
+    for name, style in stacks.items():
+        style.apply(stage.get_submodule(name), expert_mesh(mesh)[str(Axis.EP)])
+    return list(stacks)
 
 
 def _balance_whole_sequences(stage: Stage, mesh: DeviceMesh) -> None:

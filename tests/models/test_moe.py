@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from paralign.loss import Predicted
 from paralign.models.feed_forward import SwiGLU
 from paralign.models.moe import MoE, feed_forward
 from paralign.models.moe_sizes import MoeSizes
@@ -78,8 +79,8 @@ def test_biases_are_on_every_expert_and_never_on_the_router(bias):
 
 def test_a_layer_with_or_without_experts_is_called_alike():
     block, x = made()
-    weights = torch.full((2, 5), 0.1, dtype=torch.float64)
-    assert torch.equal(feed_forward(block, x, weights), block(x))
+    predicted = Predicted(torch.ones(2, 5, dtype=torch.bool), 10)
+    assert torch.equal(feed_forward(block, x, predicted), block(x))
     assert block.router.tally.counts is not None
     dense = SwiGLU(8, 5, bias=True).double()
-    assert torch.equal(feed_forward(dense, x, weights), dense(x))
+    assert torch.equal(feed_forward(dense, x, predicted), dense(x))

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from paralign.loss import Predicted
 from paralign.models.moe_sizes import MoeSizes
 from paralign.models.router import (
     Router,
@@ -35,11 +36,11 @@ def made(sizes: MoeSizes = SIZES) -> tuple[Router, Tensor]:
     return router, x
 
 
-def weights_of_tokens(padding: int = 0) -> Tensor:
-    """Return 1/N for all tokens but the last ``padding`` of the first row."""
-    valid = torch.ones(B, S, dtype=torch.float64)
-    valid[0, S - padding :] = 0
-    return valid / valid.sum()
+def tokens(padding: int = 0) -> Predicted:
+    """Return all tokens but the last ``padding`` of the first row."""
+    valid = torch.ones(B, S, dtype=torch.bool)
+    valid[0, S - padding :] = False
+    return Predicted(valid, int(valid.sum()))
 
 
 def same(found: Tensor | None, expected: Any) -> bool:
@@ -130,29 +131,29 @@ def test_the_bias_moves_towards_the_mean_load():
 
 def test_padding_is_not_counted_and_batches_add_up():
     router, x = made(replace(SIZES, bias_update_speed=0.25))
-    indices, _ = router(x, weights_of_tokens(padding=2))
+    indices, _ = router(x, tokens(padding=2))
     expected = torch.cat([indices[0, :-2].flatten(), indices[1:].flatten()]).bincount(minlength=E)
     assert same(router.tally.counts, expected)
-    router(x, weights_of_tokens(padding=2))
+    router(x, tokens(padding=2))
     assert same(router.tally.take_counts(), 2 * expected)
     assert router.tally.counts is None
 
 
-def test_nothing_is_counted_without_token_weights_or_training():
+def test_nothing_is_counted_outside_a_step_or_without_training():
     router, x = made(replace(SIZES, balance_loss=0.1))
     router(x)
     router.eval()
-    router(x, weights_of_tokens())
+    router(x, tokens())
     assert router.tally.counts is None and router.tally.loss is None
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_a_recomputed_forward_is_not_counted_again(use_reentrant):
     router, x = made(replace(SIZES, balance_loss=0.1))
-    router(x, weights_of_tokens())
+    router(x, tokens())
     counts, loss = router.tally.take_counts(), router.tally.take_loss()
     x.requires_grad_()
-    _, weights = checkpoint(router, x, weights_of_tokens(), use_reentrant=use_reentrant)
+    _, weights = checkpoint(router, x, tokens(), use_reentrant=use_reentrant)
     weights.square().sum().backward()
     assert same(router.tally.counts, counts)
     assert same(router.tally.loss, loss)
@@ -162,18 +163,18 @@ def test_a_recomputed_forward_is_not_counted_again(use_reentrant):
 @pytest.mark.parametrize("padding", [0, 4, S])
 def test_the_balance_loss_is_the_mean_over_sequences_by_tokens(sizes, padding):
     router, x = made(replace(sizes, balance_loss=0.5))
-    token_weights = weights_of_tokens(padding)
-    indices, weights = router(x, token_weights)
+    predicted = tokens(padding)
+    indices, weights = router(x, predicted)
     expected = torch.zeros((), dtype=torch.float64)
     for row in range(B):
-        valid = token_weights[row] > 0
+        valid = predicted.valid[row]
         if not valid.any():
             continue
         scores = scores_of(router, x[row, valid])
         shares = (scores / scores.sum(-1, keepdim=True)).mean(0)
         chosen = indices[row, valid].flatten().bincount(minlength=E)
         frequency = chosen.double() * E / (K * valid.sum())
-        expected = expected + 0.5 * token_weights[row].sum() * (frequency * shares).sum()
+        expected = expected + 0.5 * valid.sum() / predicted.num_tokens * (frequency * shares).sum()
     torch.testing.assert_close(router.tally.loss, expected.detach(), rtol=1e-13, atol=0)
     # What flows back through the weights is the gradient of this loss and nothing else.
     (wanted,) = torch.autograd.grad(expected, router.gate.weight)
@@ -183,24 +184,24 @@ def test_the_balance_loss_is_the_mean_over_sequences_by_tokens(sizes, padding):
 
 def test_an_even_load_has_the_loss_of_its_coefficient():
     router, x = made(replace(SIZES, balance_loss=0.5, top_k=E))
-    router(x, weights_of_tokens())
+    router(x, tokens())
     torch.testing.assert_close(router.tally.loss, torch.tensor(0.5, dtype=torch.float64))
 
 
 def test_slices_of_sequences_add_up_to_the_whole_when_counts_are_summed():
     router, x = made(replace(SIZES, balance_loss=0.5))
-    weights = weights_of_tokens(padding=2)
-    router(x, weights)
+    predicted = tokens(padding=2)
+    router(x, predicted)
     loss = router.tally.take_loss()
     seen: list[Tensor] = []
     router.sum_over_sequence = kept_in(seen)
     halves = [slice(0, S // 2), slice(S // 2, S)]
     for half in halves:
-        router(x[:, half], weights[:, half])
+        router(x[:, half], predicted._replace(valid=predicted.valid[:, half]))
     router.tally.take_loss()
     router.sum_over_sequence = lambda counts: seen[0] + seen[1]
     for half in halves:
-        router(x[:, half], weights[:, half])
+        router(x[:, half], predicted._replace(valid=predicted.valid[:, half]))
     torch.testing.assert_close(router.tally.loss, loss, rtol=1e-13, atol=0)
 
 
@@ -219,7 +220,7 @@ def test_low_precision_is_scored_in_float32():
     low = Router(D, router.sizes)
     low.load_state_dict(router.state_dict())
     low.gate.weight.data = low.gate.weight.data.bfloat16()
-    _, weights = low(x.bfloat16(), weights_of_tokens())
+    _, weights = low(x.bfloat16(), tokens())
     assert weights.dtype == torch.float32
     assert {bias.dtype for bias in named_biases([low]).values()} == {torch.float32}
 
@@ -230,7 +231,7 @@ def test_biases_are_updated_from_summed_counts_in_one_go():
     third, _ = made()  # without a bias
     routers = torch.nn.ModuleDict({"a": first, "b": second, "c": third})
     for router in (first, third):
-        router(x, weights_of_tokens())
+        router(x, tokens())
     seen: list[Tensor] = []
     names = named_routers([routers])
     assert list(names) == ["a", "b", "c"] and list(named_biases([routers])) == ["a.bias", "b.bias"]
@@ -249,7 +250,7 @@ def test_balance_losses_of_all_routers_are_taken_once():
     second, _ = made(replace(SIZES, balance_loss=0.5))
     assert take_balance_loss([first, second]) is None
     for router in (first, second):
-        router(x, weights_of_tokens())
+        router(x, tokens())
     losses = [router.tally.loss for router in (first, second)]
     expected = sum(loss for loss in losses if loss is not None)
     assert same(take_balance_loss([first, second]), expected)

@@ -16,7 +16,7 @@ from paralign.config.parse import show
 from paralign.config.references import read_signature
 from paralign.config.run import RunConfig
 from paralign.errors import ConfigError, DataError, MeshError, ScheduleError
-from paralign.mesh import Degrees
+from paralign.mesh import Degrees, divisors
 from paralign.models.registry import MODELS
 from paralign.parallel.context_rules import requirements
 from paralign.parallel.stages import find_schedule
@@ -117,19 +117,20 @@ def _program(facts: Facts) -> Iterator[str]:
         )
 
 
-def _later_axes(facts: Facts) -> Iterator[str]:
-    if facts.config.program is not None:
-        return  # the user's own code does with them what it likes
-    degree = facts.config.mesh.ep
-    if degree > 1:
+def _carved(facts: Facts) -> Iterator[str]:
+    mesh = facts.config.mesh
+    inner = mesh.dp_shard * mesh.cp * mesh.tp
+    if inner % mesh.ep:
+        legal = ", ".join(map(str, divisors(inner)))
         yield (
-            f"mesh.ep={degree}: expert parallelism is not in this version of paralign. Use ep: 1."
+            f"mesh.ep={mesh.ep} is carved out of dp_shard * cp * tp = {inner} and must divide it. "
+            f"Use ep in {{{legal}}}."
         )
 
 
 def _world(facts: Facts) -> Iterator[str]:
     mesh = facts.config.mesh
-    # ep above 1 is refused by another rule, and adds no ranks.
+    # ep adds no ranks; whether it divides is judged by another rule.
     if facts.world_size is not None:
         try:
             mesh.model_copy(update={"ep": 1}).degrees.check_world_size(facts.world_size)
@@ -239,7 +240,8 @@ def _loss(facts: Facts) -> Iterator[str]:
 def _model_sizes(facts: Facts) -> Iterator[str]:
     config = facts.config
     if facts.model.config is not None and config.model.name is not None:
-        degrees = config.mesh.model_copy(update={"ep": 1}).degrees
+        ep = 1 if list(_carved(facts)) else config.mesh.ep
+        degrees = config.mesh.model_copy(update={"ep": ep}).degrees
         if config.program is not None:
             degrees = Degrees()
         entry = MODELS[config.model.name]
@@ -309,7 +311,7 @@ def _units(facts: Facts) -> Iterator[str]:
 RULES = (
     Rule(needs=(), check=_model),
     Rule(needs=("program",), check=_program),
-    Rule(needs=("mesh.ep",), check=_later_axes),
+    Rule(needs=("mesh.ep", "mesh.dp_shard", "mesh.cp", "mesh.tp"), check=_carved),
     Rule(needs=("mesh",), check=_world),
     Rule(needs=("pipeline.schedule",), check=_schedule),
     Rule(

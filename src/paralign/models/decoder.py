@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 from torch import Tensor, nn
 
 from paralign.blueprint import Batch, Blueprint
+from paralign.loss import Predicted, predicted_of
 from paralign.models.rotary import Rotary
 from paralign.randomness import Init
 
 if TYPE_CHECKING:
     from paralign.parallel.context import ContextParallel
+    from paralign.parallel.expert import ExpertParallel
     from paralign.parallel.tensor_styles import TensorStyle
 
 
@@ -21,7 +23,7 @@ class Context(NamedTuple):
     """What a layer needs besides its input; see :class:`paralign.models.router.Router`."""
 
     rotary: Rotary
-    token_weights: Tensor | None
+    predicted: Predicted | None
 
 
 class DecoderBlueprint(Blueprint):
@@ -54,7 +56,7 @@ class DecoderBlueprint(Blueprint):
 
     def context(self, batch: Batch, *, seq_len: int) -> Context:
         """Return the tables of this rank's positions; ``seq_len`` does not enter."""
-        return Context(self.rotary(batch["positions"]), batch.get("token_weights"))
+        return Context(self.rotary(batch["positions"]), predicted_of(batch))
 
     def prologue(self, pieces: nn.Module, batch: Batch, context: Context) -> Tensor:
         """Embed the tokens."""
@@ -70,15 +72,20 @@ class DecoderBlueprint(Blueprint):
         return cast(Tensor, head(norm(x)))
 
     def forward(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Run the model's own ``forward`` with the batch's positions and token weights."""
-        weights = batch.get("token_weights")
-        return cast(Tensor, model(batch["tokens"], batch["positions"], weights))
+        """Run the model's own ``forward`` with the batch's positions."""
+        return cast(Tensor, model(batch["tokens"], batch["positions"], predicted_of(batch)))
 
     def attention(self) -> dict[str, ContextParallel]:
         """Name the attention core and its layout."""
         from paralign.parallel.context import ContextParallel
 
         return {"attention.core": ContextParallel(layout="BNSD", mask_kwarg_name="mask")}
+
+    def experts(self) -> dict[str, ExpertParallel]:
+        """Name the experts of the layers that have them."""
+        from paralign.parallel.expert import ExpertParallel
+
+        return {"ffn.experts": ExpertParallel()}
 
     def tensor_parallel(self) -> dict[str, TensorStyle]:
         """Spread everything but attention, which a subclass adds.

@@ -6,6 +6,7 @@ from typing import cast
 
 from torch import Tensor, nn
 
+from paralign.loss import Predicted
 from paralign.models.experts import Experts
 from paralign.models.feed_forward import SwiGLU
 from paralign.models.moe_sizes import MoeSizes
@@ -28,16 +29,16 @@ class MoE(nn.Module):
         shared = sizes.shared_hidden_size
         self.shared = SwiGLU(hidden_size, shared, bias=bias) if shared else None
 
-    def forward(self, x: Tensor, token_weights: Tensor | None = None) -> Tensor:
-        """Map ``[B, S, hidden_size]`` to the same shape; see :class:`Router` for the weights."""
-        indices, weights = self.router(x, token_weights)
+    def forward(self, x: Tensor, predicted: Predicted | None = None) -> Tensor:
+        """Map ``[B, S, hidden_size]`` to the same shape; see :class:`Router`."""
+        indices, weights = self.router(x, predicted)
         tokens = x.flatten(0, 1)
         out: Tensor = self.experts(tokens, indices.flatten(0, 1), weights.flatten(0, 1))
         out = out.view_as(x)
         return out if self.shared is None else out + self.shared(x)
 
 
-def feed_forward(module: nn.Module, x: Tensor, token_weights: Tensor | None) -> Tensor:
+def feed_forward(module: nn.Module, x: Tensor, predicted: Predicted | None) -> Tensor:
     """Run a layer's feed-forward, which may have experts or not."""
-    out = module(x, token_weights) if isinstance(module, MoE) else module(x)
+    out = module(x, predicted) if isinstance(module, MoE) else module(x)
     return cast(Tensor, out)

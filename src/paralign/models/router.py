@@ -33,6 +33,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from paralign.loss import Predicted
 from paralign.models.moe_sizes import MoeSizes
 
 
@@ -97,14 +98,12 @@ class Router(nn.Module):
         # Sums over the ranks that hold other parts of the same sequences.
         self.sum_over_sequence: Callable[[Tensor], Tensor] = _same
 
-    def forward(self, x: Tensor, token_weights: Tensor | None = None) -> Routing:
+    def forward(self, x: Tensor, predicted: Predicted | None = None) -> Routing:
         """Route every token.
 
         Shapes (B rows, S tokens, D width, K of E experts):
             x: ``[B, S, D]``.
-            token_weights: ``[B, S]``, what the loss of a token is multiplied by: one over the
-                number of predicted tokens of the whole step, and 0 for tokens that are not
-                predicted. None: nothing is counted and no balance loss is added.
+            predicted: ``valid`` is ``[B, S]``. None: nothing is counted, no balance loss is added.
             returns: indices and weights, ``[B, S, K]``, weights in float32 at least.
 
         Comm:
@@ -116,12 +115,12 @@ class Router(nn.Module):
         scores = logits.sigmoid() if self.sizes.router_score == "sigmoid" else logits.softmax(-1)
         indices = self._select(scores.detach())
         weights = self._weigh(scores.gather(-1, indices))
-        if token_weights is None:
+        if predicted is None:
             return Routing(indices, weights)
-        loss = self._balance(scores, indices, token_weights)
+        loss = self._balance(scores, indices, predicted)
         # A recomputed forward is the same tokens once more.
         if self.training and not _inside_backward():
-            chosen = indices[token_weights > 0].flatten()
+            chosen = indices[predicted.valid].flatten()
             self.tally.add(chosen.bincount(minlength=self.sizes.num_experts), loss)
         return Routing(indices, weights if loss is None else add_loss(weights, loss))
 
@@ -160,7 +159,7 @@ class Router(nn.Module):
             selected = selected.softmax(-1)
         return selected * self.sizes.router_scaling
 
-    def _balance(self, scores: Tensor, indices: Tensor, token_weights: Tensor) -> Tensor | None:
+    def _balance(self, scores: Tensor, indices: Tensor, predicted: Predicted) -> Tensor | None:
         """Return this rank's part of the balance loss, already divided by the normaliser.
 
         ``T`` predicted tokens of a sequence, ``N`` of all: the sequence's loss ``sum_i f_i P_i``
@@ -169,7 +168,7 @@ class Router(nn.Module):
         sizes = self.sizes
         if sizes.balance_loss == 0:
             return None
-        valid = token_weights > 0
+        valid = predicted.valid
         counts = indices.new_zeros(indices.shape[0], sizes.num_experts + 1)
         counts.scatter_add_(1, indices.flatten(1), valid.repeat_interleave(sizes.top_k, 1).long())
         counts[:, -1] = valid.sum(1)
@@ -180,7 +179,7 @@ class Router(nn.Module):
             total = scores.sum(-1, keepdim=True)
             scores = scores / total.clamp(min=torch.finfo(scores.dtype).tiny)
         by_token = (scores * load.unsqueeze(1)).sum(-1)
-        loss: Tensor = (by_token * token_weights.to(scores.dtype)).sum() * sizes.balance_loss
+        loss: Tensor = (by_token * valid).sum() * (sizes.balance_loss / predicted.num_tokens)
         return loss
 
 

@@ -8,7 +8,7 @@ backward pass, so no average whose meaning depends on an axis size is left anywh
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 
 import torch
@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from paralign.errors import LayoutError
-from paralign.mesh import Axis, fold
+from paralign.mesh import Axis, expert_mesh, fold
 
 ROOT_UNIT = ""  # the unit of everything that no other unit holds
 
@@ -139,11 +139,20 @@ def fsdp_mesh(mesh: DeviceMesh) -> DeviceMesh:
     return DeviceMesh._concatenate([mesh[str(Axis.DP_REPLICATE)], shard])
 
 
+def experts_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """Return the mesh to shard experts over: ``efsdp``, or ``dp_replicate x efsdp``."""
+    shard = expert_mesh(mesh)[str(Axis.EFSDP)]
+    if mesh[str(Axis.DP_REPLICATE)].size() == 1:
+        return shard
+    return DeviceMesh._concatenate([mesh[str(Axis.DP_REPLICATE)], shard])
+
+
 def apply_fsdp(
     stage: nn.Module,
     mesh: DeviceMesh,
     *,
     units: Sequence[Sequence[str]],
+    experts: Sequence[str] = (),
     reshard_after_forward: bool | None,
     precision: Precision,
     counter: ReductionCounter,
@@ -162,22 +171,27 @@ def apply_fsdp(
             parameter: without a root the engine reduces once per micro-batch.
         mesh: The run's mesh.
         units: Names of the modules of every unit besides the root.
+        experts: Modules that are spread over ep: each is a unit of its own, sharded over what ep
+            leaves (``efsdp``). They may lie inside other units.
         reshard_after_forward: See :class:`FSDP`.
         precision: Dtypes of the step.
         counter: Told about every reduction.
         label: Prefix of unit names in ``counter``, to tell a rank's stages apart.
     """
-    shard_mesh = fsdp_mesh(mesh)
     policy = MixedPrecisionPolicy(param_dtype=precision.compute, reduce_dtype=precision.reduce)
+    # Weights of a token's experts stay in the router's dtype.
+    expert_policy = replace(policy, cast_forward_inputs=False)
 
     rest = [name for name, _ in stage.named_parameters()]
 
-    def shard(modules: list[nn.Module], name: str, owned: Sequence[str]) -> None:
+    def shard(
+        modules: list[nn.Module], name: str, owned: Sequence[str], *, is_expert: bool = False
+    ) -> None:
         fully_shard(
             modules if len(modules) > 1 else modules[0],
-            mesh=shard_mesh,
+            mesh=experts_mesh(mesh) if is_expert else fsdp_mesh(mesh),
             reshard_after_forward=reshard_after_forward,
-            mp_policy=policy,
+            mp_policy=expert_policy if is_expert else policy,
         )
         owner = modules[0]
         assert isinstance(owner, FSDPModule)
@@ -187,6 +201,10 @@ def apply_fsdp(
         owner.set_gradient_divide_factor(1.0)
         counter.watch(f"{label}{name}", owner, owned)
 
+    for name in experts:
+        owned = [p for p in rest if p.startswith(f"{name}.")]
+        rest = [p for p in rest if p not in owned]
+        shard([stage.get_submodule(name)], name, owned, is_expert=True)
     for unit in units:
         owned = [p for p in rest if any(p.startswith(f"{name}.") for name in unit)]
         rest = [p for p in rest if p not in owned]

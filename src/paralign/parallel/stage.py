@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from paralign.blueprint import Blueprint
-from paralign.loss import token_cross_entropy_sum, token_weights
+from paralign.loss import token_cross_entropy_sum
 from paralign.parallel.loss_chunks import ChunkedHead, checked_epilogue
 
 
@@ -90,8 +90,9 @@ class Stage(nn.Module):
                 that no logits are kept until the step ends.
         """
         assert self.seq_len is not None
-        weights = token_weights(batch["labels"], self.normaliser)
-        context = self._blueprint.context({**batch, "token_weights": weights}, seq_len=self.seq_len)
+        # On the CPU, where reading it waits for nothing.
+        num_tokens = torch.tensor(self.normaliser, dtype=torch.float64)
+        context = self._blueprint.context({**batch, "num_tokens": num_tokens}, seq_len=self.seq_len)
         if self._is_first:
             x = self._blueprint.prologue(self, batch, context)
         else:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from paralign.blueprint import Blueprint
 from paralign.config.run import RunConfig
-from paralign.loss import count_valid_tokens, token_cross_entropy_sum, token_weights
+from paralign.loss import count_valid_tokens, token_cross_entropy_sum
 from paralign.models.compose import check_composition
 from paralign.models.router import (
     named_biases,
@@ -106,8 +106,8 @@ class ReferenceStep:
         total = torch.zeros((), dtype=torch.float64)
         sums: dict[str, Tensor] = {}
         for chunk in self._chunks(batch):
-            weighted = {**chunk, "token_weights": token_weights(chunk["labels"], num_tokens)}
-            logits = self._blueprint.forward(self._working, weighted)
+            counted = {**chunk, "num_tokens": torch.tensor(num_tokens, dtype=torch.float64)}
+            logits = self._blueprint.forward(self._working, counted)
             loss = token_cross_entropy_sum(logits, chunk["labels"]) / num_tokens
             torch.autograd.backward(loss)
             total += loss.detach()

@@ -15,6 +15,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from paralign.errors import ConfigError
+from paralign.loss import Predicted
 from paralign.models.attention import CausalAttention
 from paralign.models.feed_forward import SwiGLU
 from paralign.models.llama.presets import LlamaConfig
@@ -64,10 +65,10 @@ class Layer(nn.Module):
             else SwiGLU(config.hidden_size, config.ffn_hidden_size, bias=config.bias)
         )
 
-    def forward(self, x: Tensor, rotary: Rotary, token_weights: Tensor | None = None) -> Tensor:
-        """Map ``[B, S, hidden_size]`` to the same shape; experts need ``token_weights``."""
+    def forward(self, x: Tensor, rotary: Rotary, predicted: Predicted | None = None) -> Tensor:
+        """Map ``[B, S, hidden_size]`` to the same shape; experts need ``predicted``."""
         x = x + self.attention(self.attention_norm(x), rotary)
-        return x + feed_forward(self.ffn, self.ffn_norm(x), token_weights)
+        return x + feed_forward(self.ffn, self.ffn_norm(x), predicted)
 
 
 class Llama(nn.Module):
@@ -96,22 +97,21 @@ class Llama(nn.Module):
         self,
         tokens: Tensor,
         positions: Tensor | None = None,
-        token_weights: Tensor | None = None,
+        predicted: Predicted | None = None,
     ) -> Tensor:
         """Predict the next token of every position.
 
         Shapes:
             tokens: ``[B, S]`` int64.
             positions: ``[B, S]`` int64, global; None: whole sequences, ``0 .. S-1``.
-            token_weights: ``[B, S]``, see :class:`paralign.models.router.Router`; None: experts
-                are neither counted nor balanced.
+            predicted: Which of the tokens are; None: experts are neither counted nor balanced.
             returns: logits ``[B, S, vocab_size]``.
         """
         positions = default_positions(tokens) if positions is None else positions
         rotary = llama_rotary(self.config, positions)
         x = self.embedding(tokens)
         for layer in self.layers:
-            x = layer(x, rotary, token_weights)
+            x = layer(x, rotary, predicted)
         logits: Tensor = self.head(self.norm(x))
         return logits
 
