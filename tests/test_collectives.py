@@ -16,6 +16,7 @@ from paralign.collectives import (
     all_reduce_backward,
     all_reduce_forward,
     all_to_all_dims,
+    all_to_all_rows,
     fused_all_to_all_dims,
     reduce_scatter_dim,
 )
@@ -209,3 +210,30 @@ def _sum_forward_and_backward() -> list[bool]:
 @pytest.mark.parametrize("degree", DEGREES)
 def test_a_sum_passes_its_gradient_on_and_a_copy_sums_it(degree: int):
     assert run_on_ranks(_sum_forward_and_backward, degree) == [[True] * 5] * degree
+
+
+def _send_rows() -> bool:
+    """Send ``(r + 2 * other) % 3`` rows to each other rank: none to some."""
+    group, rank, n = _world()
+
+    def rows(sender: int, receiver: int) -> Tensor:
+        return _global(10 * sender + receiver, 4, 2)[: (sender + 2 * receiver) % 3]
+
+    send = [len(rows(rank, other)) for other in range(n)]
+    receive = [len(rows(other, rank)) for other in range(n)]
+    x = torch.cat([rows(rank, other) for other in range(n)]).requires_grad_()
+    got = all_to_all_rows(x, send=send, receive=receive, group=group)
+    assert torch.equal(got, torch.cat([rows(other, rank) for other in range(n)]))
+    got.square().sum().backward()  # the gradient of each row comes back to where it came from
+    assert x.grad is not None and torch.equal(x.grad, 2 * x.detach())
+    try:
+        all_to_all_rows(x.detach(), send=[9] * n, receive=receive, group=group)
+    except LayoutError as error:
+        return "Give each row a rank" in str(error)
+    return False
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("degree", DEGREES)
+def test_rows_go_where_they_are_due_in_uneven_numbers(degree: int):
+    assert all(run_on_ranks(_send_rows, degree))

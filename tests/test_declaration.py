@@ -22,6 +22,13 @@ from paralign.testing import run_on_ranks
 from tests import parity
 from tests.parity import GRAD_TOLERANCE, make_config
 
+MOE = {
+    **parity.PANGU,
+    "preset": "tiny",
+    "num_experts": 4,
+    "expert_hidden_size": 24,
+    "shared_hidden_size": 20,
+}
 TIED = {**parity.BASE["model"], "tie_embeddings": True}
 
 
@@ -244,6 +251,7 @@ CASES: dict[str, list[dict[str, Any]]] = {
             "tensor": {"sequence_parallel": False},
         },
     ],
+    "dp_shard cp ep": [{"pipeline": {"schedule": "GPipe"}, "model": MOE}],
 }
 
 
@@ -270,6 +278,8 @@ def check_tensor(
     assert seen["shape"] == p.shape
     expected = {"fsdp": str(Shard(0))}
     assert all(p.placements.get(a, "shard(0)") == "shard(0)" for a in ("dp_shard", "cp"))
+    if p.placements.get("ep") == "shard(0)":  # ep cuts first, efsdp what it leaves
+        expected = {"efsdp": f"_S({0}, {degrees.ep})", "ep": str(Shard(0))}
     if p.placements.get("dp_replicate") == "replicate":
         expected = {"dp_replicate": str(Replicate()), **expected}
     strided = None
@@ -294,6 +304,8 @@ def check_sum(
 ) -> None:
     """The final gradient is the sum of ranks' own ones over the declared axes, and no others."""
     token_axes = [str(a) for a in (Axis.DP_REPLICATE, Axis.DP_SHARD, Axis.CP)]
+    if "ep" in p.placements:
+        token_axes = [str(a) for a in (Axis.DP_REPLICATE, Axis.EFSDP)]
     over_tp = p.partial_over[-1:] == ("tp",)
     assert p.partial_over[: len(p.partial_over) - over_tp] == tuple(
         axis for axis in token_axes if degrees.degree(axis) > 1
@@ -327,6 +339,6 @@ def test_the_declaration_is_what_ranks_hold_and_sum(axes):
         )
         for case in CASES[axes]
     ]
-    outcomes = run_on_ranks(observe, 2 ** len(axes.split()), configs, timeout=120)
+    outcomes = run_on_ranks(observe, configs[0].mesh.degrees.world_size, configs, timeout=120)
     for number, config in enumerate(configs):
         check_case(config, [outcome[number] for outcome in outcomes])

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from paralign.mesh import (
     build_mesh,
     degrees_of,
     divisors,
+    expert_mesh,
     fold,
 )
 from paralign.testing import run_on_ranks
@@ -144,3 +146,35 @@ def test_a_mesh_without_the_axes_is_refused():
         "the mesh has axes ('pp', 'dp') and lacks dp_replicate, dp_shard, cp, tp. "
         "Build it with pa.build_mesh(pa.Degrees(...))." in str(caught.value)
     )
+
+
+def carved() -> dict[str, Any]:
+    mesh = build_mesh(Degrees(dp_shard=2, cp=2, ep=2))
+    experts = expert_mesh(mesh)
+    groups = {
+        name: dist.get_process_group_ranks(experts[name].get_group()) for name in ("efsdp", "ep")
+    }
+    return {**groups, "degrees": degrees_of(mesh)}
+
+
+@pytest.mark.ranks
+def test_ep_is_carved_out_of_the_inner_axes_with_neighbours_together():
+    outcomes = run_on_ranks(carved, 4)
+    assert [o["ep"] for o in outcomes] == [[0, 1], [0, 1], [2, 3], [2, 3]]
+    assert [o["efsdp"] for o in outcomes] == [[0, 2], [1, 3], [0, 2], [1, 3]]
+    assert {o["degrees"] for o in outcomes} == {Degrees(dp_shard=2, cp=2, ep=2)}
+
+
+def not_carved() -> str:
+    try:
+        expert_mesh(build_mesh(Degrees()))
+    except MeshError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.ranks
+def test_a_mesh_without_ep_has_no_experts():
+    assert run_on_ranks(not_carved, 1) == [
+        "the mesh has no axis 'ep'. Build it with pa.build_mesh(pa.Degrees(..., ep=...))."
+    ]

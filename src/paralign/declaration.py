@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from torch import nn
 
@@ -20,11 +21,21 @@ from paralign.parallel.tensor import spreads_of
 from paralign.parallel.tensor_styles import TensorParallel
 from paralign.parallel.tensor_weights import Spread
 from paralign.parallel.tied import find_tied
-from paralign.parallelize import stage_of_parameters
+from paralign.parallelize import expert_stacks, stage_of_parameters
 
 # Every token is on exactly one rank of these axes, so a gradient there is a partial sum over them
 # all. Over tp it is one for the parameters that the plan says so of.
 TOKEN_AXES = (Axis.DP_REPLICATE, Axis.DP_SHARD, Axis.CP)
+# Tokens of all ranks of ep come to an expert, so what its rank has is their sum already.
+EXPERT_AXES = (Axis.DP_REPLICATE, Axis.EFSDP)
+EXPERTS: Mapping[str, str] = MappingProxyType(
+    {
+        str(Axis.EFSDP): "shard(0)",
+        str(Axis.EP): "shard(0)",
+        str(Axis.PP): "stage",
+        str(Axis.DP_REPLICATE): "replicate",
+    }
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +100,7 @@ def declare(
             degree=degrees.tp,
             options=tensor or TensorParallel(),
         )
+    experts = _expert_names(model, blueprint) if degrees.ep > 1 else {}
     declared = []
     for name, parameter in model.named_parameters(remove_duplicate=False):
         canonical = aliases.get(name)
@@ -101,19 +113,38 @@ def declare(
                 trainable=parameter.requires_grad,
                 stage=owners[name],
                 pp_rank=rank_of_stage(plan.kind, plan.pp, owners[name]),
-                unit=next((u for p, u in units if _inside(name, p)), ROOT_UNIT),
+                unit=experts.get(name, next((u for p, u in units if _inside(name, p)), ROOT_UNIT)),
                 placements={
-                    **{a: p for a, p in placements.items() if degrees.degree(a) > 1},
+                    **{
+                        a: p
+                        for a, p in (EXPERTS if name in experts else placements).items()
+                        if degrees.degree(a) > 1
+                    },
                     **({str(Axis.TP): str(spreads[name])} if spreads else {}),
                 },
                 partial_over=(
-                    *(str(a) for a in TOKEN_AXES if degrees.degree(a) > 1),
+                    *(
+                        str(a)
+                        for a in (EXPERT_AXES if name in experts else TOKEN_AXES)
+                        if degrees.degree(a) > 1
+                    ),
                     *([str(Axis.TP)] if spreads and spreads[name].is_partial else []),
                 ),
                 tied_to=canonical,
             )
         )
     return declared
+
+
+def _expert_names(model: nn.Module, blueprint: Blueprint) -> dict[str, str]:
+    """Return parameter of an expert -> the stack it is in, which is a unit of its own."""
+    layers = model.get_submodule(blueprint.layers_name)._modules
+    names = [f"{blueprint.layers_name}.{index}" for index in layers]
+    return {
+        f"{stack}.{name}": stack
+        for stack in expert_stacks(model, blueprint, names)
+        for name, _ in model.get_submodule(stack).named_parameters()
+    }
 
 
 def _unit_of_names(

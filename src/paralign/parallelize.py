@@ -236,6 +236,7 @@ def resolve_plan(
         layers_per_stage=pipeline.layers_per_stage,
         wrap=fsdp.wrap,
         reshard_after_forward=fsdp.reshard_after_forward,
+        has_expert_units=degrees.ep > 1,
         compute_dtype=_dtype_name(precision.compute or master),
         reduce_dtype=_dtype_name(precision.reduce or master),
         loss_chunks=loss_chunks,

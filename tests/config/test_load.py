@@ -107,7 +107,7 @@ data: {source: /no/such/text}
         "pipeline.layers:",
         "optimizer.lr=nan",
         "model.num_head:",
-        "mesh.ep=3:",
+        "mesh.ep=3",
         "batch.global_batch=8",
         "data.source='/no/such/text':",
     ]

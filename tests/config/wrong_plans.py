@@ -194,9 +194,9 @@ PLANS = [
     wrong_set(
         "expert_parallel",
         "mesh.ep=2",
-        value="mesh.ep=2",
-        rule="not in this version of paralign",
-        fix="Use ep: 1",
+        value="ep=2",
+        rule="no layer has any",
+        fix="Use ep=1",
     ),
     Wrong(
         id="program",

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
 
+from paralign.config.run import RunConfig
 from tests.parity import INIT_STD, PANGU, check_result, make_config, measure_all
 
 EXPERTS = {"num_experts": 8, "expert_hidden_size": 24, "balance_loss": 0.02}
@@ -45,24 +47,26 @@ MODELS: dict[str, dict[str, Any]] = {
         "bias_update_speed": 0.01,
     },
 }
-# Mesh, schedule, micro-batches, further sections.
-RUNS: list[tuple[dict[str, int], str, int, dict[str, Any]]] = [
-    ({"pp": 2, "dp_shard": 2, "cp": 2}, "1F1B", 4, {"align": {"steps": 2}}),
-    ({"pp": 2, "dp_shard": 2, "cp": 2}, "GPipe", 1, {"context": {"ulysses_degree": 1}}),
-    (
-        {"pp": 2, "dp_shard": 2, "cp": 2},
-        "Interleaved1F1B",
-        4,
-        {"context": {"ulysses_degree": 1, "load_balance": True}},
-    ),
-    ({"pp": 2, "dp_shard": 2, "cp": 2}, "ZBVZeroBubble", 4, {"fsdp": {"wrap": "root"}}),
+MESH = {"pp": 2, "dp_shard": 2, "cp": 2}
+GATHER = {"context": {"ulysses_degree": 1}}
+BALANCED = {"context": {"ulysses_degree": 1, "load_balance": True}}
+Row = tuple[dict[str, int], str, int, dict[str, Any]]
+# Every run has all of these, each with one of the models; the others are run by ``-m long``.
+RUNS: list[Row] = [
+    ({**MESH, "ep": 4}, "1F1B", 4, {"align": {"steps": 2}}),
+    ({**MESH, "ep": 2}, "ZBVZeroBubble", 4, {"fsdp": {"wrap": "root"}}),
+    (MESH, "GPipe", 1, GATHER),
+    ({**MESH, "ep": 2}, "Interleaved1F1B", 4, BALANCED),
+    (MESH, "1F1B", 4, {"align": {"steps": 2}}),
+    ({**MESH, "ep": 4}, "GPipe", 1, {}),
 ]
-LONG: list[tuple[dict[str, int], str, int, dict[str, Any]]] = [
-    ({"pp": 2, "dp_replicate": 2, "cp": 2}, "LoopedBFS", 4, {}),
-    ({"dp_replicate": 2, "dp_shard": 2, "cp": 2}, "1F1B", 1, {"align": {"steps": 3}}),
-    ({"pp": 4, "dp_shard": 2}, "InterleavedZeroBubble", 4, {"model": {"num_layers": 8}}),
-    ({"pp": 2, "dp_shard": 4}, "DualPipeV", 4, {}),
-    ({"dp_shard": 8}, "GPipe", 1, {"fsdp": {"wrap": "root"}}),
+LONG: list[Row] = [
+    ({"pp": 2, "dp_replicate": 2, "cp": 2, "ep": 2}, "LoopedBFS", 4, {}),
+    ({"dp_replicate": 2, "dp_shard": 2, "cp": 2, "ep": 2}, "1F1B", 1, {"align": {"steps": 3}}),
+    ({"pp": 4, "dp_shard": 2, "ep": 2}, "InterleavedZeroBubble", 4, {"model": {"num_layers": 8}}),
+    ({"pp": 2, "dp_shard": 4, "ep": 2}, "DualPipeV", 4, {}),
+    ({"dp_shard": 8, "ep": 4}, "GPipe", 1, {"fsdp": {"wrap": "root"}}),
+    ({"pp": 2, "dp_shard": 4, "ep": 4}, "1F1B", 4, {"fsdp": {"reshard_after_forward": False}}),
     ({"cp": 4, "pp": 2}, "GPipe", 4, {"align": {"steps": 3}}),
 ]
 
@@ -89,19 +93,22 @@ def check_biases(result, config):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("model", MODELS)
-def test_every_gradient_parameter_and_router_bias_is_that_of_one_device(model):
-    chosen = configs(model, RUNS)
-    for config, result in zip(chosen, measure_all(chosen), strict=True):
-        check_result(result)
-        check_biases(result, config)
+def test_every_gradient_parameter_and_router_bias_is_that_of_one_device():
+    models = itertools.cycle(MODELS)
+    chosen: dict[int, list[RunConfig]] = {}
+    for row in RUNS:
+        chosen.setdefault(row[0].get("ep", 1), []).extend(configs(next(models), [row]))
+    for same_mesh in chosen.values():
+        for config, result in zip(same_mesh, measure_all(same_mesh), strict=True):
+            check_result(result)
+            check_biases(result, config)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("number", range(len(LONG)))
-def test_other_meshes_and_schedules(model, number):
-    (config,) = configs(model, LONG[number : number + 1])
+@pytest.mark.parametrize("number", range(len(RUNS) + len(LONG)))
+def test_all_models_on_more_meshes_and_schedules(model, number):
+    (config,) = configs(model, (RUNS + LONG)[number : number + 1])
     (result,) = measure_all([config])
     check_result(result)
     check_biases(result, config)

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from paralign.batch import LocalBatch
 from paralign.config.run import RunConfig
 from paralign.declaration import declare
-from paralign.mesh import FOLDS, MESH_AXES, build_mesh, fold
+from paralign.mesh import FOLDS, MESH_AXES, build_mesh, degrees_of, expert_mesh, fold
 from paralign.parallel.data import Precision
 from paralign.parallelize import resolve_plan
 from paralign.program import Program
@@ -40,6 +40,7 @@ from tests.parity import make_config
 
 Counts = dict[tuple[str, str], tuple[int, int]]  # (collective, axis) -> calls, bytes sent
 
+TO_EXPERTS = ("all-to-all", "ep")
 KINDS = {
     "_allgather_base_": "all-gather",
     "_reduce_scatter_base_": "reduce-scatter",
@@ -74,9 +75,19 @@ class Counter(TorchDispatchMode):
         # The largest tensor is the whole one: gathered, about to be scattered, or reduced.
         share = {"all-gather": 1, "reduce-scatter": 1, "all-reduce": 2}.get(KINDS[name])
         sent = max(sizes) if share is None else share * max(sizes) * (degree - 1) // degree
+        if name == "alltoall_base_":
+            sent = leaving(args, ranks.index(dist.get_rank()), degree)
         key = KINDS[name], self.axes.get(ranks, str(ranks))
         calls, total = self.counts.get(key, (0, 0))
         self.counts[key] = (calls + 1, total + sent)
+
+
+def leaving(args: Any, me: int, degree: int) -> int:
+    """Return the bytes of an all-to-all's input that are not for the rank itself."""
+    _, given, _, _, splits, *_ = args
+    rows = given.shape[0]
+    own = splits[me] if splits else rows // degree
+    return int(given.element_size() * (given.numel() // max(1, rows)) * (rows - own))
 
 
 def tensors(value: Any) -> Iterator[Tensor]:
@@ -98,6 +109,8 @@ def axes_of(mesh: DeviceMesh) -> dict[tuple[int, ...], str]:
     views = {"fsdp": "dp_shard x cp", "loss": "world"}
     groups = {str(axis): mesh[str(axis)] for axis in MESH_AXES}
     groups |= {views[str(view)]: fold(mesh, view) for view in FOLDS}
+    if degrees_of(mesh).ep > 1:
+        groups |= {axis: expert_mesh(mesh)[axis] for axis in ("efsdp", "ep")}
     names: dict[tuple[int, ...], str] = {}
     for name, group in groups.items():
         names.setdefault(tuple(dist.get_process_group_ranks(group.get_group())), name)
@@ -117,6 +130,7 @@ def measure(configs: list[RunConfig]) -> list[dict[str, Any]]:
         with Counter(axes_of(mesh)) as counter:
             program.step(batch)
             program.clip_grad_norm_(1.0)
+            program.update_routers()
         weights, grads = most_unsharded(program, batch)
         optimizer.step()
         seen.append(
@@ -195,6 +209,13 @@ def counts_of(cost: RankCost) -> Counts:
 
 LLAMA = {**parity.BASE["model"], "num_heads": 8}
 TIED = {**parity.BASE["model"], "tie_embeddings": True}
+MOE = {
+    **parity.PANGU,
+    "preset": "tiny",
+    "num_experts": 4,
+    "expert_hidden_size": 24,
+    "shared_hidden_size": 20,
+}
 SMALL = {"global_batch": 8, "seq_len": 16}
 
 
@@ -244,6 +265,8 @@ CASES: dict[str, list[dict[str, Any]]] = {
     ],
     "pp tp": [{"pipeline": pipe("GPipe", 1)}],  # two key/value heads for four ranks
     "one rank": [{"pipeline": pipe("GPipe", 2)}],
+    "pp dp_shard ep": [{"pipeline": pipe("1F1B", 2), "model": MOE}],
+    "pp cp ep": [{"pipeline": pipe("GPipe", 1), "model": MOE}],
 }
 MESHES = {
     "pp dp_shard cp": {"pp": 2, "dp_shard": 2, "cp": 2},
@@ -253,6 +276,8 @@ MESHES = {
     "cp tp": {"cp": 2, "tp": 2},
     "pp tp": {"pp": 2, "tp": 4},
     "one rank": {},
+    "pp dp_shard ep": {"pp": 2, "dp_shard": 4, "ep": 2},
+    "pp cp ep": {"pp": 2, "cp": 4, "ep": 2},
 }
 
 
@@ -290,7 +315,12 @@ def test_a_step_sends_and_holds_what_check_says(mesh):
         for cost, ranks in zip(costs_of(config), groups, strict=True):
             what = (CASES[mesh][number], cost.pp_rank)
             for seen in ranks:
-                assert named(seen["counts"], config) == counts_of(cost), what
+                counts, expected = named(seen["counts"], config), counts_of(cost)
+                # How many tokens leave a rank is the router's choice.
+                travelled, most = counts.pop(TO_EXPERTS, (0, 0)), expected.pop(TO_EXPERTS, (0, 0))
+                assert travelled[0] == most[0] and travelled[1] <= most[1], what
+                assert (travelled[1] > 0) is (config.mesh.ep > 1), what
+                assert counts == expected, what
                 assert (seen["weights"], seen["grads"]) == (
                     cost.gathered_bytes,
                     cost.gradient_bytes,

@@ -84,6 +84,7 @@ def plan_of(config: RunConfig, model: ModelChoice | None = None) -> Plan:
         layers_per_stage=pipeline.layers_per_stage,
         wrap=config.fsdp.wrap,
         reshard_after_forward=config.fsdp.reshard,
+        has_expert_units=config.mesh.ep > 1,
         compute_dtype=config.precision.compute,
         reduce_dtype=config.precision.reduce,
         loss_chunks=config.loss.chunks,

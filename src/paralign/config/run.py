@@ -104,9 +104,7 @@ class MeshSection(Section):
     dp_shard: Count = _count(1, "ranks that share one copy of the parameters (FSDP)")
     cp: Count = _count(1, "ranks that share one sequence (context parallel)")
     tp: Count = _count(1, "ranks that share every layer (tensor parallel)")
-    ep: Count = _count(
-        1, "ranks that share the experts (part of dp_shard * cp * tp)"
-    )
+    ep: Count = _count(1, "ranks that share the experts (part of dp_shard * cp * tp)")
 
     @property
     def degrees(self) -> Degrees:

@@ -31,6 +31,7 @@ class Plan:
     layers_per_stage: Sequence[int] | None = None
     wrap: str | Sequence[Sequence[str]] = "blocks"
     reshard_after_forward: bool | None = None  # None: torch's default
+    has_expert_units: bool = False  # experts over ep are units beside those of wrap
     compute_dtype: str = "float32"
     reduce_dtype: str = "float32"
     loss_chunks: int = 1
@@ -208,7 +209,7 @@ def _zero_bubble(plan: Plan) -> Iterator[Rule]:
             f"reshard_after_forward=true: {reason}",
             "Use reshard_after_forward=false, or schedule Interleaved1F1B.",
         )
-    elif plan.reshard_after_forward is None and plan.wrap != "root":
+    elif plan.reshard_after_forward is None and (plan.wrap != "root" or plan.has_expert_units):
         # torch never frees the root by default, so the root alone needs no repair.
         yield Rule(
             decision=Decision.REPAIR,

@@ -18,11 +18,12 @@ from paralign.config.model_choice import build_model
 from paralign.config.run import RunConfig
 from paralign.declaration import ParameterDeclaration, declare
 from paralign.errors import ConfigError
-from paralign.mesh import MESH_AXES
+from paralign.mesh import MESH_AXES, Axis
 from paralign.models.compose import structure_problems
 from paralign.parallel.data import Precision
 from paralign.parallel.support import Plan, rules
 from paralign.parallelize import (
+    check_experts,
     check_loss_chunks,
     check_recompute,
     check_sharding,
@@ -31,6 +32,7 @@ from paralign.parallelize import (
 )
 from paralign.prove.build import build_plans, build_recompute, build_tensor
 from paralign.prove.cost import RankCost, estimate
+from paralign.prove.cost_experts import active_parameters
 from paralign.prove.rows import ranges, rows_of
 
 
@@ -68,12 +70,14 @@ def describe_plan(config: RunConfig, *, verbose: bool = False) -> RenderableType
     check_sharding(model, blueprint, plan, fsdp)
     tensor = build_tensor(config)
     check_tensor_plan(model, blueprint, degrees, tensor)
+    check_experts(model, blueprint, degrees)
     check_loss_chunks(model, blueprint, config.loss.chunks)
     check_recompute(model, blueprint, recompute)
     declared = declare(model, blueprint, degrees=degrees, plan=plan, fsdp=fsdp, tensor=tensor)
     costs = estimate(model, blueprint, config=config, plan=plan, declared=declared)
+    active = active_parameters(declared, model, blueprint, config)
     return Group(
-        _summary(config, plan, declared),
+        _summary(config, plan, declared, active=active),
         _heading("memory per rank, without activations"),
         _memory(costs),
         _heading("communication per rank and step"),
@@ -84,12 +88,18 @@ def describe_plan(config: RunConfig, *, verbose: bool = False) -> RenderableType
 
 
 def _summary(
-    config: RunConfig, plan: Plan, declared: Sequence[ParameterDeclaration]
+    config: RunConfig,
+    plan: Plan,
+    declared: Sequence[ParameterDeclaration],
+    *,
+    active: int | None,
 ) -> RenderableType:
     degrees = config.mesh.degrees
     name = config.model.name or config.model.build
     size = sum(math.prod(p.shape) for p in declared if not p.tied_to)
-    axes = [f"{axis}={degrees.degree(axis)}" for axis in MESH_AXES if degrees.degree(axis) > 1]
+    shown = (*MESH_AXES, Axis.EP)
+    axes = [f"{axis}={degrees.degree(axis)}" for axis in shown if degrees.degree(axis) > 1]
+    per_token = "" if active is None else f" ({_count(active)} active per token)"
     ranks = f"{degrees.world_size} ranks" if degrees.world_size > 1 else "1 rank"
     pieces = f"{plan.num_microbatches} micro-batch{'es' if plan.num_microbatches > 1 else ''}"
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
@@ -97,8 +107,8 @@ def _summary(
     table.add_column()
     table.add_row(
         "plan",
-        f"{name}, {_count(size)} parameters, on {ranks}{': ' if axes else ''}{' '.join(axes)}, "
-        f"{plan.kind.name} with {pieces}",
+        f"{name}, {_count(size)} parameters{per_token}, on {ranks}"
+        f"{': ' if axes else ''}{' '.join(axes)}, {plan.kind.name} with {pieces}",
     )
     for line in _support(config, plan):
         table.add_row("support", line)
@@ -162,7 +172,7 @@ def _traffic(costs: Sequence[RankCost]) -> RenderableType:
             table.add_row("" if number else span, *row, end_section=is_last)
     notes = [("sent", "leaves the rank; an all-reduce counts as reduce-scatter and all-gather")]
     if any(item.at_most for cost in costs for item in cost.traffic):
-        notes.append(("<=", "the schedule decides; fewer where something is still at hand"))
+        notes.append(("<=", "the schedule or the router decides; fewer where less is needed"))
     return Group(table, _notes(*notes))
 
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from paralign.parallel.stage import boundary_tensors, meta_copy
 from paralign.parallel.stages import split_layers
 from paralign.parallel.support import Plan
 from paralign.prove.build import build_tensor
+from paralign.prove.cost_experts import ExpertWatch, expert_traffic
 from paralign.prove.cost_tensor import StreamWatch, tensor_traffic
 from paralign.prove.traffic import BYTES, Traffic, all_reduced, sent
 
@@ -68,6 +70,8 @@ class _Unit:
     numel: int  # of all parameters
     padded: int  # the same, each rounded up to whole shards
     trainable: int  # padded, of those that get a gradient
+    num_shards: int
+    axis: str  # what it is sharded over
 
 
 def estimate(
@@ -108,6 +112,12 @@ def estimate(
                 has_loss=plan.num_stages - 1 in stages,
             ),
             *_partial_traffic(pp_rank, declared, degrees),
+            *expert_traffic(
+                [piece for stage in stages for piece in shapes.pieces[stage]],
+                shapes.experts,
+                config=config,
+                plan=plan,
+            ),
             # Six numbers with the loss, one for the norm, float64.
             Traffic(
                 what="loss, norm",
@@ -122,7 +132,7 @@ def estimate(
                 pp_rank=pp_rank,
                 layers=[shapes.splits[stage] for stage in stages],
                 num_parameters=sum(unit.numel for unit in mine),
-                state_bytes=_state_bytes(mine, config, degrees),
+                state_bytes=_state_bytes(mine, config),
                 gathered_bytes=sum(u.padded for u in mine) * BYTES[plan.compute_dtype],
                 gradient_bytes=sum(u.trainable for u in mine) * BYTES[plan.reduce_dtype],
                 traffic=[item for item in traffic if item.num_bytes],
@@ -135,10 +145,13 @@ def _units(declared: Sequence[ParameterDeclaration], degrees: Degrees) -> list[_
     def key(p: ParameterDeclaration) -> tuple[int, int, str]:
         return p.pp_rank, p.stage, p.unit
 
+    dense = " x ".join(str(a) for a in (Axis.DP_SHARD, Axis.CP) if degrees.degree(a) > 1)
     units = []
     for (pp_rank, stage, name), group in groupby(sorted(declared, key=key), key=key):
         members = list(group)
-        padded = {p.name: _padded(_left_by_tp(p, degrees), degrees.fsdp) for p in members}
+        is_expert = str(Axis.EP) in members[0].placements
+        num_shards = degrees.efsdp if is_expert else degrees.fsdp
+        padded = {p.name: _padded(_left(p, degrees), num_shards) for p in members}
         units.append(
             _Unit(
                 pp_rank=pp_rank,
@@ -147,18 +160,21 @@ def _units(declared: Sequence[ParameterDeclaration], degrees: Degrees) -> list[_
                 numel=sum(math.prod(p.shape) for p in members),
                 padded=sum(padded.values()),
                 trainable=sum(padded[p.name] for p in members if p.trainable),
+                num_shards=num_shards,
+                axis=str(Axis.EFSDP) if is_expert else dense,
             )
         )
     return units
 
 
-def _left_by_tp(p: ParameterDeclaration, degrees: Degrees) -> tuple[int, ...]:
-    """Return the shape that FSDP shards."""
-    placement = p.placements.get(str(Axis.TP), "replicate")
-    return tuple(
-        size // degrees.tp if placement == f"shard({dim})" else size
-        for dim, size in enumerate(p.shape)
-    )
+def _left(p: ParameterDeclaration, degrees: Degrees) -> tuple[int, ...]:
+    """Return the shape that tp and ep leave for FSDP to shard."""
+    shape = list(p.shape)
+    for axis in (Axis.TP, Axis.EP):
+        for dim in range(len(shape)):
+            if p.placements.get(str(axis)) == f"shard({dim})":
+                shape[dim] //= degrees.degree(axis)
+    return tuple(shape)
 
 
 def _padded(shape: tuple[int, ...], num_shards: int) -> int:
@@ -167,49 +183,50 @@ def _padded(shape: tuple[int, ...], num_shards: int) -> int:
     return -(-rows // num_shards) * num_shards * math.prod(shape[1:])
 
 
-def _state_bytes(units: Sequence[_Unit], config: RunConfig, degrees: Degrees) -> int:
+def _state_bytes(units: Sequence[_Unit], config: RunConfig) -> int:
     states = OPTIMIZER_STATES[config.optimizer.name]
     states += config.optimizer.name == "sgd" and config.optimizer.momentum > 0
-    weights = sum(unit.padded for unit in units)
-    trained = sum(unit.trainable for unit in units)
-    return (weights + (1 + states) * trained) // degrees.fsdp * BYTES["float32"]
+    held = sum((u.padded + (1 + states) * u.trainable) // u.num_shards for u in units)
+    return held * BYTES["float32"]
 
 
 def _data_traffic(units: Sequence[_Unit], plan: Plan, degrees: Degrees) -> Iterator[Traffic]:
-    axis = " x ".join(str(a) for a in (Axis.DP_SHARD, Axis.CP) if degrees.degree(a) > 1)
     # A stage that is evicted meanwhile is gathered again: at most once a pass and micro-batch.
     is_evicted = plan.num_stages_per_rank > GATHERED_STAGES
-    for freed in (False, True):
-        chosen = [u for u in units if _is_freed(u, plan) is freed]
+    for axis, freed in itertools.product(dict.fromkeys(u.axis for u in units), (False, True)):
+        chosen = [u for u in units if u.axis == axis and _is_freed(u, plan) is freed]
         # A forward pass frees, a backward pass keeps: whatever their order, what is freed is
         # gathered once more than there are micro-batches.
         times = plan.num_microbatches + 1 if freed else 1
         if is_evicted:
             times = 2 * plan.num_microbatches
-        gathered = sum(u.padded for u in chosen) * BYTES[plan.compute_dtype]
+        gathered = sum(sent(u.padded, u.num_shards) for u in chosen) * BYTES[plan.compute_dtype]
         yield Traffic(
             what="weights, freed" if freed else "weights, kept",
             collective="all-gather",
             axis=axis,
             calls=times * len(chosen),
-            num_bytes=times * sent(gathered, degrees.fsdp),
+            num_bytes=times * gathered,
             at_most=is_evicted,
         )
     trained = [u for u in units if u.trainable]
-    total = sum(u.trainable for u in trained) * BYTES[plan.reduce_dtype]
-    yield Traffic(
-        what="gradients",
-        collective="reduce-scatter",
-        axis=axis,
-        calls=len(trained),
-        num_bytes=sent(total, degrees.fsdp),
-    )
+    size = BYTES[plan.reduce_dtype]
+    for axis in dict.fromkeys(u.axis for u in units):
+        chosen = [u for u in trained if u.axis == axis]
+        yield Traffic(
+            what="gradients",
+            collective="reduce-scatter",
+            axis=axis,
+            calls=len(chosen),
+            num_bytes=sum(sent(u.trainable, u.num_shards) for u in chosen) * size,
+        )
+    shards = sum(u.trainable // u.num_shards for u in trained)
     yield Traffic(
         what="gradients",
         collective="all-reduce",
         axis=str(Axis.DP_REPLICATE),
         calls=len(trained),
-        num_bytes=all_reduced(total // degrees.fsdp, degrees.dp_replicate),
+        num_bytes=all_reduced(shards * size, degrees.dp_replicate),
     )
 
 
@@ -226,7 +243,7 @@ def _tied_traffic(
     rank_of = {p.name: p.pp_rank for p in declared}
     apart = [p for p in declared if p.tied_to and rank_of[p.tied_to] != p.pp_rank and p.trainable]
     here = [p for p in apart if pp_rank in (p.pp_rank, rank_of[str(p.tied_to)])]
-    shapes = [_left_by_tp(p, degrees) for p in here]
+    shapes = [_left(p, degrees) for p in here]
     shards = [_padded(shape, degrees.fsdp) // degrees.fsdp for shape in shapes]
     yield Traffic(
         what="tied gradient",
@@ -284,6 +301,7 @@ class _Shapes:
         layers[0] += blueprint.prologue_names
         layers[-1] += blueprint.epilogue_names
         self.pieces = layers  # of every stage
+        self.experts = ExpertWatch(skeleton, blueprint, [n for names in layers for n in names])
         first = skeleton.get_submodule(f"{blueprint.layers_name}.0")
         for name, style in blueprint.attention().items():
             watch = partial(self._watch, style)
