@@ -93,7 +93,7 @@ def test_all_mistakes_are_listed_at_once(tmp_path, capsys):
     path = tmp_path / "RUN.yaml"
     path.write_text("""\
 model: {name: llama, preset: tiny, num_head: 4}
-mesh: {pp: two, dp_shard: 3, ep: 3}
+mesh: {pp: two, dp_shard: 3, ep: 5}
 pipeline: {schedule: GPipe, num_microbatches: 4, layers: 2}
 batch: {global_batch: 8, seq_len: 64}
 optimizer: {lr: .nan}
@@ -107,7 +107,7 @@ data: {source: /no/such/text}
         "pipeline.layers:",
         "optimizer.lr=nan",
         "model.num_head:",
-        "mesh.ep=3",
+        "mesh.ep=5",
         "batch.global_batch=8",
         "data.source='/no/such/text':",
     ]

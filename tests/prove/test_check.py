@@ -149,7 +149,7 @@ def test_an_upper_bound_is_marked():
     )
     text = show(config)
     assert "<= " in text
-    assert "<=    the schedule decides; fewer where something is still at hand" in text
+    assert "<=    the schedule or the router decides; fewer where less is needed" in text
     assert "<=" not in show(make_config(mesh={"pp": 2, "dp_shard": 2}))
 
 

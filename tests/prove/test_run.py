@@ -31,7 +31,9 @@ def test_a_plan_is_judged_in_the_dtype_that_is_compared():
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("example", ["pp_fsdp_cp", "hsdp", "zero_bubble", "pangu_dense"])
+@pytest.mark.parametrize(
+    "example", ["pp_fsdp_cp", "hsdp", "zero_bubble", "pangu_dense", "pangu_moe_pp_fsdp_cp"]
+)
 def test_the_examples_are_aligned(example):
     report = align(load_config(ROOT / "examples" / f"{example}.yaml", ()))
     assert report.verdict == "aligned", report.why
