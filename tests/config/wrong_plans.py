@@ -184,6 +184,13 @@ PLANS = [
         fix="counted after tp=4 has split num_heads=4",
     ),
     wrong_set(
+        "overlap_without_chunks",
+        "tensor={sequence_parallel: false, overlap: chunks}",
+        value="tensor.overlap=chunks",
+        rule="which is whole on every rank",
+        fix="Use overlap: none",
+    ),
+    wrong_set(
         "sequence_parallel",
         "mesh={tp: 4}",
         "batch.seq_len=42",

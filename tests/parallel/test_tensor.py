@@ -34,6 +34,7 @@ from tests.parity import GRAD_TOLERANCE, PANGU, check_result, make_config, measu
 
 LLAMA = parity.BASE["model"]
 OFF = {"sequence_parallel": False}
+CHUNKS = {"overlap": "chunks"}
 
 
 def pieces(name: str = "llama", **changes: Any) -> tuple[nn.Module, dict[str, Any]]:
@@ -44,9 +45,10 @@ def pieces(name: str = "llama", **changes: Any) -> tuple[nn.Module, dict[str, An
         return entry.build(config), entry.blueprint(config).tensor_parallel()
 
 
-def spreads(name: str, degree: int, **options: bool) -> dict[str, Spread]:
+def spreads(name: str, degree: int, *, sequence_parallel: bool = True) -> dict[str, Spread]:
     model, plan = pieces(name)
-    return spreads_of(model, plan, degree=degree, options=TensorParallel(**options))
+    options = TensorParallel(sequence_parallel=sequence_parallel)
+    return spreads_of(model, plan, degree=degree, options=options)
 
 
 def problems(model: nn.Module, plan: TensorPlan, degree: int = 2) -> list[str]:
@@ -77,8 +79,8 @@ def test_weights_are_cut_by_heads_features_and_vocabulary():
 
 
 def test_only_the_plan_knows_which_replicated_gradients_are_partial_sums():
-    def partial(name: str, degree: int, **options: bool) -> set[str]:
-        found = spreads(name, degree, **options)
+    def partial(name: str, degree: int, *, sequence_parallel: bool = True) -> set[str]:
+        found = spreads(name, degree, sequence_parallel=sequence_parallel)
         mine = {n: s for n, s in found.items() if n.startswith(("layers.0", "norm"))}
         assert all(s.dim is None for s in mine.values() if s.is_partial)
         return {n.removeprefix("layers.0.") for n, s in mine.items() if s.is_partial}
@@ -159,10 +161,15 @@ MESHES: dict[str, dict[str, int]] = {
 }
 TIED = {**LLAMA, "tie_embeddings": True}
 CASES: dict[str, list[dict[str, Any]]] = {
-    "tp4": [{}, {"model": PANGU, "tensor": OFF, "pipeline": pipe("GPipe", 1)}],
+    "tp4": [
+        {},
+        {"model": PANGU, "tensor": OFF, "pipeline": pipe("GPipe", 1)},
+        {"model": PANGU, "tensor": CHUNKS},
+    ],
     "pp dp_shard tp": [
         {"model": TIED, "pipeline": pipe("ZBVZeroBubble", 4)},
         {"model": PANGU, "pipeline": pipe("GPipe", 1), "fsdp": {"wrap": "first_block"}},
+        {"pipeline": pipe("ZBVZeroBubble", 4), "tensor": CHUNKS},
     ],
     "dp_shard cp tp": [
         {"pipeline": pipe("GPipe", 1), "context": {"ulysses_degree": 1, "load_balance": True}},
@@ -175,6 +182,12 @@ MORE_CASES: dict[str, list[dict[str, Any]]] = {
     "pp dp_shard tp": [
         {"model": PANGU, "pipeline": pipe("Interleaved1F1B", 4), "tensor": OFF},
         {"model": TIED, "pipeline": pipe("1F1B", 2), "fsdp": {"wrap": "root"}},
+        {
+            "pipeline": pipe("1F1B", 2),
+            # FSDP gathers these weights after attention has gathered its input.
+            "fsdp": {"wrap": [["layers.0.attention.wq"], ["layers.1.ffn.gate"], ["head"]]},
+            "tensor": CHUNKS,
+        },
     ],
     "dp_replicate dp_shard tp": [{"pipeline": pipe("1F1B", 2)}],
     "pp tp4": [

@@ -252,6 +252,8 @@ CASES: dict[str, list[dict[str, Any]]] = {
             "loss": {"chunks": 2},
             "tensor": {"sequence_parallel": False},
         },
+        {"pipeline": pipe("GPipe", 1), "tensor": {"overlap": "chunks"}},
+        {"pipeline": pipe("GPipe", 2), "tensor": {"overlap": "chunks"}, "loss": {"chunks": 3}},
         {"pipeline": pipe("ZBVZeroBubble", 4), "model": {**parity.PANGU, "tie_embeddings": True}},
     ],
     "cp tp": [  # two key/value heads for two ranks of tp, then for two of cp
@@ -262,6 +264,7 @@ CASES: dict[str, list[dict[str, Any]]] = {
             "context": {"ulysses_degree": 1},
             "tensor": {"sequence_parallel": False},
         },
+        {"pipeline": pipe("GPipe", 1), "model": parity.PANGU, "tensor": {"overlap": "chunks"}},
     ],
     "pp tp": [{"pipeline": pipe("GPipe", 1)}],  # two key/value heads for four ranks
     "one rank": [{"pipeline": pipe("GPipe", 2)}],

@@ -196,6 +196,16 @@ def _sequence(facts: Facts) -> Iterator[str]:
     yield from _stream(config) if not problems else ()
 
 
+def _overlap(facts: Facts) -> Iterator[str]:
+    tensor = facts.config.tensor
+    if tensor.overlap == "chunks" and not tensor.sequence_parallel:
+        yield (
+            "tensor.overlap=chunks gathers and scatters chunks of the sequence, which is whole on "
+            "every rank with tensor.sequence_parallel=false. Use overlap: none, or "
+            "sequence_parallel: true."
+        )
+
+
 def _stream(config: RunConfig) -> Iterator[str]:
     """The stream of a rank is cut over tp once more, with sequence parallel."""
     parts = config.mesh.tp if config.tensor.sequence_parallel else 1
@@ -335,6 +345,7 @@ RULES = (
         needs=("loss", "mesh.cp", "mesh.tp", "tensor", "batch.seq_len", "align.record", "program"),
         check=_loss,
     ),
+    Rule(needs=("tensor",), check=_overlap),
     Rule(needs=("model", "mesh", "batch.seq_len"), check=_model_sizes),
     Rule(needs=("model", "data.tokenizer"), check=_vocabulary),
     Rule(needs=("data.source",), check=_source),

@@ -190,6 +190,13 @@ class TensorSection(Section):
         expects="true or false",
         example="true",
     )
+    overlap: Literal["none", "chunks"] = _key(
+        "none",
+        "chunks: multiply one chunk of tokens while another one is sent; needs sequence_parallel",
+        expects="none or chunks",
+        example="chunks",
+        words="none, chunks",
+    )
 
 
 class RecomputeSection(Section):

@@ -15,7 +15,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from paralign.errors import LayoutError
-from paralign.parallel.tensor_styles import SharedInput, TensorParallel, TensorStyle
+from paralign.parallel.tensor_overlap import Handoff
+from paralign.parallel.tensor_styles import ColumnParallel, SharedInput, TensorParallel, TensorStyle
 from paralign.parallel.tensor_weights import Spread, spread_
 
 TensorPlan = Mapping[str, TensorStyle]
@@ -98,15 +99,21 @@ def styles_of(
     root: nn.Module, plan: TensorPlan, options: TensorParallel
 ) -> Iterator[tuple[str, TensorStyle]]:
     """Yield the modules that have a style, and the style with the settings of the run."""
-    shared: list[str] = []
-    for name, _ in root.named_modules():
-        style = next((plan[p] for p in plan if _matches(name, p)), None)
-        if style is None:
-            continue
-        enters = not any(name.startswith(f"{outer}.") for outer in shared)
-        yield name, style.configured(options, enters=enters)
+    shared: dict[str, Handoff | None] = {}
+    found = {
+        name: plan[pattern]
+        for name, _ in root.named_modules()
+        if (pattern := next((p for p in plan if _matches(name, p)), None)) is not None
+    }
+    columns = [name for name, style in found.items() if isinstance(style, ColumnParallel)]
+    for name, style in found.items():
+        outer = next((other for other in shared if name.startswith(f"{other}.")), None)
+        handoff = shared[outer] if outer is not None else None
         if isinstance(style, SharedInput):
-            shared.append(name)
+            feeds = any(column.startswith(f"{name}.") for column in columns)
+            handoff = Handoff() if options.overlap == "chunks" and feeds else None
+            shared[name] = handoff
+        yield name, style.configured(options, enters=outer is None, handoff=handoff)
 
 
 def _coverage_problems(

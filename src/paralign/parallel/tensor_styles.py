@@ -21,7 +21,7 @@ import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -35,7 +35,8 @@ from paralign.collectives import (
     all_reduce_forward,
     reduce_scatter_dim,
 )
-from paralign.errors import LayoutError
+from paralign.errors import ConfigError, LayoutError
+from paralign.parallel.tensor_overlap import Handoff, gathered_linears, scattered_linear
 from paralign.parallel.tensor_weights import Spread, local_of, spread_
 
 
@@ -47,9 +48,25 @@ class TensorParallel:
         sequence_parallel: Between blocks, cut the stream along the sequence, so that norms and
             residuals are computed once and activations take one tp-th of the memory. The same
             bytes travel.
+        overlap: ``"chunks"``: multiply one chunk of tokens while another one is sent; the same
+            results up to the order of sums. Needs ``sequence_parallel``.
+
+    Raises:
+        ConfigError: ``overlap`` is something else, or without ``sequence_parallel``.
     """
 
     sequence_parallel: bool = True
+    overlap: Literal["none", "chunks"] = "none"
+
+    def __post_init__(self) -> None:
+        if self.overlap not in ("none", "chunks"):
+            raise ConfigError(f"overlap={self.overlap!r} must be 'none' or 'chunks'.")
+        if self.overlap == "chunks" and not self.sequence_parallel:
+            raise ConfigError(
+                "overlap='chunks' gathers and scatters chunks of the sequence, which is whole on "
+                "every rank with sequence_parallel=False. Use overlap='none' or "
+                "sequence_parallel=True."
+            )
 
 
 class TensorStyle(ParallelStyle):
@@ -64,12 +81,20 @@ class TensorStyle(ParallelStyle):
         self.seq_dim = seq_dim
         self.options = TensorParallel()
         self.enters = True  # its input is the stream; False: an outer module has entered already
+        self.handoff: Handoff | None = None  # to or from an outer module that enters in chunks
 
-    def configured(self, options: TensorParallel, *, enters: bool) -> Self:
+    def configured(
+        self, options: TensorParallel, *, enters: bool, handoff: Handoff | None = None
+    ) -> Self:
         """Return the same style with the settings of a run."""
         style = copy.copy(self)
-        style.options, style.enters = options, enters
+        style.options, style.enters, style.handoff = options, enters, handoff
         return style
+
+    @property
+    def in_chunks(self) -> bool:
+        """Whether the stream crosses in chunks here."""
+        return False
 
     @property
     def crossing(self) -> str:
@@ -140,18 +165,18 @@ class Region:
         self.rank = mesh.get_local_rank()
         self.degree = mesh.size()
         self._cuts_sequence = options.sequence_parallel
-        self._seq_dim = seq_dim
+        self.seq_dim = seq_dim
 
     def enter(self, x: Tensor) -> Tensor:
         """Give every rank all tokens of the stream; gradients of all ranks are summed."""
         if self._cuts_sequence:
-            return all_gather_dim(x, dim=self._seq_dim, group=self.group)
+            return all_gather_dim(x, dim=self.seq_dim, group=self.group)
         return all_reduce_backward(x, group=self.group)
 
     def leave(self, x: Tensor) -> Tensor:
         """Sum what the ranks computed, back into the stream."""
         if self._cuts_sequence:
-            return reduce_scatter_dim(x, dim=self._seq_dim, group=self.group)
+            return reduce_scatter_dim(x, dim=self.seq_dim, group=self.group)
         return all_reduce_forward(x, group=self.group)
 
 
@@ -196,6 +221,11 @@ class SharedInput(TensorStyle):
         """The stream enters."""
         return "enter"
 
+    @property
+    def in_chunks(self) -> bool:
+        """Whether linears inside work on chunks."""
+        return self.handoff is not None
+
     def spreads(self, module: nn.Module, degree: int) -> dict[str, Spread]:
         """None: what is inside has styles of its own."""
         return {}
@@ -204,7 +234,7 @@ class SharedInput(TensorStyle):
         self, module: nn.Module, call: Callable[..., Any], region: Region
     ) -> Callable[..., Any]:
         """Let the first argument enter."""
-        name = type(module).__name__
+        name, handoff = type(module).__name__, self.handoff
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             if not args or not isinstance(args[0], Tensor):
@@ -212,7 +242,13 @@ class SharedInput(TensorStyle):
                     f"SharedInput needs the stream as the first positional argument of {name}, "
                     f"which was called with {len(args)} of them. Pass it by position."
                 )
-            return call(region.enter(args[0]), *args[1:], **kwargs)
+            if handoff is None or not handoff.weights:
+                return call(region.enter(args[0]), *args[1:], **kwargs)
+            x = handoff.gather(args[0], dim=region.seq_dim, group=region.group)
+            try:
+                return call(x, *args[1:], **kwargs)
+            finally:
+                handoff.clear()
 
         return forward
 
@@ -243,6 +279,11 @@ class ColumnParallel(TensorStyle):
         """The stream enters, unless it has further out."""
         return "enter" if self.enters else ""
 
+    @property
+    def in_chunks(self) -> bool:
+        """Whether it multiplies one chunk while another is gathered."""
+        return self.options.overlap == "chunks"
+
     def spreads(self, module: nn.Module, degree: int) -> dict[str, Spread]:
         """Rows of weight and bias; whole where heads are shared."""
         spread = Spread(dim=None, is_partial=True) if self._shares(degree) else Spread(dim=0)
@@ -270,9 +311,43 @@ class ColumnParallel(TensorStyle):
         """Compute this rank's output features."""
         rows = self._rows(module, region) if self._shares(region.degree) else None
 
-        def forward(x: Tensor) -> Any:
+        def whole(x: Tensor) -> Any:
             with local_parameters(module, rows=rows):
                 return self._output(call(region.enter(x) if self.enters else x), region)
+
+        return self._run_in_chunks(module, whole, rows, region) if self.in_chunks else whole
+
+    def _run_in_chunks(
+        self,
+        module: nn.Module,
+        whole: Callable[..., Any],
+        rows: tuple[int, int] | None,
+        region: Region,
+    ) -> Callable[..., Any]:
+        """Take the product from the outer module that has made it, or make it while gathering."""
+
+        def seen(leaf: str) -> Tensor | None:
+            parameter = module._parameters[leaf]
+            if parameter is None or getattr(parameter, "device_mesh", region.mesh).ndim > 1:
+                return None  # FSDP has not gathered it yet
+            local = local_of(parameter)
+            return local if rows is None else local.narrow(0, *rows)
+
+        number = -1
+        if self.handoff is not None:
+            number = self.handoff.register(lambda: seen("weight"))
+
+        def forward(x: Tensor) -> Any:
+            if self.enters:
+                weight = seen("weight")
+                assert weight is not None  # FSDP gathers it before forward
+                _, [out] = gathered_linears(x, [weight], dim=region.seq_dim, group=region.group)
+            elif self.handoff is None or (made := self.handoff.take(number, x)) is None:
+                return whole(x)
+            else:
+                out = made
+            bias = seen("bias")
+            return self._output(out if bias is None else out + bias, region)
 
         return forward
 
@@ -320,6 +395,11 @@ class RowParallel(TensorStyle):
         """What it computes leaves into the stream."""
         return "leave"
 
+    @property
+    def in_chunks(self) -> bool:
+        """Whether it multiplies one chunk while another's sums are scattered."""
+        return self.options.overlap == "chunks"
+
     def spreads(self, module: nn.Module, degree: int) -> dict[str, Spread]:
         """Columns of the weight; the bias acts on the stream."""
         spreads = {"weight": Spread(dim=1)}
@@ -339,9 +419,12 @@ class RowParallel(TensorStyle):
         """Multiply, sum over ranks, add the bias."""
 
         def forward(x: Tensor) -> Tensor:
-            bias = module._parameters["bias"]
-            with local_parameters(module, without="bias"):
-                out = region.leave(call(x))
+            bias, weight = module._parameters["bias"], module._parameters["weight"]
+            if self.in_chunks and weight is not None:
+                out = scattered_linear(x, local_of(weight), dim=region.seq_dim, group=region.group)
+            else:
+                with local_parameters(module, without="bias"):
+                    out = region.leave(call(x))
             return out if bias is None else out + local_of(bias)
 
         return forward

@@ -146,7 +146,8 @@ def build_data(config: RunConfig) -> TokenSource:
 
 def build_tensor(config: RunConfig) -> TensorParallel:
     """Return how layers are spread over tp."""
-    return TensorParallel(sequence_parallel=config.tensor.sequence_parallel)
+    section = config.tensor
+    return TensorParallel(sequence_parallel=section.sequence_parallel, overlap=section.overlap)
 
 
 def build_recompute(config: RunConfig) -> Recompute:

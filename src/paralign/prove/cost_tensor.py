@@ -14,9 +14,11 @@ from torch import Tensor, nn
 
 from paralign.config.run import RunConfig
 from paralign.mesh import Axis
+from paralign.parallel.loss_chunks import chunk_bounds
 from paralign.parallel.support import Plan
 from paralign.parallel.tensor import TensorPlan, styles_of
-from paralign.parallel.tensor_styles import TensorParallel
+from paralign.parallel.tensor_overlap import NUM_CHUNKS
+from paralign.parallel.tensor_styles import TensorParallel, TensorStyle
 from paralign.prove.traffic import BYTES, Traffic, all_reduced, sent
 
 
@@ -28,11 +30,22 @@ class Crossing:
         module: Global name.
         kind: ``enter`` or ``leave``.
         num_bytes: What this rank holds of the stream there.
+        num_tokens: Tokens of a row in that.
+        in_chunks: Whether linears work on chunks of it.
     """
 
     module: str
     kind: str
     num_bytes: int
+    num_tokens: int
+    in_chunks: bool
+
+    def calls(self, num_pieces: int) -> int:
+        """Return the collectives each way when the stream comes in so many pieces."""
+        if not self.in_chunks:
+            return num_pieces
+        pieces = chunk_bounds(self.num_tokens, num_pieces)
+        return sum(min(NUM_CHUNKS, stop - start) for start, stop in pieces)
 
 
 class StreamWatch:
@@ -44,9 +57,9 @@ class StreamWatch:
         for name, style in styles_of(skeleton, plan, options):
             module = skeleton.get_submodule(name)
             if style.crossing == "enter":
-                module.register_forward_pre_hook(self._entering(name))
+                module.register_forward_pre_hook(self._entering(name, style))
             elif style.crossing == "leave":
-                module.register_forward_hook(self._leaving(name))
+                module.register_forward_hook(self._leaving(name, style))
 
     def of(self, pieces: Sequence[str]) -> Iterator[Crossing]:
         """Yield the crossings in and below the modules called ``pieces``."""
@@ -54,21 +67,27 @@ class StreamWatch:
             if any(f"{crossing.module}.".startswith(f"{piece}.") for piece in pieces):
                 yield crossing
 
-    def _entering(self, name: str) -> Any:
+    def _entering(self, name: str, style: TensorStyle) -> Any:
         def note(module: nn.Module, args: tuple[Any, ...]) -> None:
-            self.crossings.append(_crossing(name, "enter", args[0]))
+            self.crossings.append(_crossing(name, style, args[0]))
 
         return note
 
-    def _leaving(self, name: str) -> Any:
+    def _leaving(self, name: str, style: TensorStyle) -> Any:
         def note(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
-            self.crossings.append(_crossing(name, "leave", output))
+            self.crossings.append(_crossing(name, style, output))
 
         return note
 
 
-def _crossing(name: str, kind: str, x: Tensor) -> Crossing:
-    return Crossing(module=name, kind=kind, num_bytes=x.numel() * x.element_size())
+def _crossing(name: str, style: TensorStyle, x: Tensor) -> Crossing:
+    return Crossing(
+        module=name,
+        kind=style.crossing,
+        num_bytes=x.numel() * x.element_size(),
+        num_tokens=x.shape[style.seq_dim],
+        in_chunks=style.in_chunks,
+    )
 
 
 def tensor_traffic(
@@ -97,7 +116,8 @@ def tensor_traffic(
     held = sum(crossing.num_bytes for crossing in crossings)
     at_head = sum(crossing.num_bytes for crossing in crossings if crossing.module == head)
     chunks, again = plan.loss_chunks, plan.loss_recomputations
-    calls = len(crossings) + (chunks - 1 if at_head else 0)
+    calls = sum(crossing.calls(chunks if crossing.module == head else 1) for crossing in crossings)
+    calls_at_head = sum(c.calls(chunks) for c in crossings if c.module == head)
     # Zero-bubble kinds do not compute every chunk of the loss again twice.
     at_most = again > 1
     if stream.cuts_sequence:
@@ -106,7 +126,7 @@ def tensor_traffic(
             what="stream",
             collective="all-gather",
             axis=str(Axis.TP),
-            calls=m * (calls + (again * chunks if at_head else 0)),
+            calls=m * (calls + again * calls_at_head),
             num_bytes=m * sent((held + again * at_head) * tp, tp),
             at_most=at_most and at_head > 0,
         )
