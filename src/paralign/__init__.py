@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from paralign.parallel.data import Precision as Precision
     from paralign.parallel.pipeline import Pipeline as Pipeline
     from paralign.parallel.recompute import Recompute as Recompute
-    from paralign.parallel.tensor_styles import TensorParallel as TensorParallel
+    from paralign.parallel.tensor_base import TensorParallel as TensorParallel
     from paralign.parallelize import Context as Context
     from paralign.parallelize import parallelize as parallelize
     from paralign.program import Program as Program
@@ -65,7 +65,7 @@ _HOME = {
     "Recompute": "paralign.parallel.recompute",
     "Report": "paralign.align.verdict",
     "RunConfig": "paralign.config.run",
-    "TensorParallel": "paralign.parallel.tensor_styles",
+    "TensorParallel": "paralign.parallel.tensor_base",
     "align": "paralign.prove.run",
     "build_mesh": "paralign.mesh",
     "compare": "paralign.align.compare",

@@ -25,7 +25,7 @@ from paralign.randomness import Init
 if TYPE_CHECKING:
     from paralign.parallel.context import ContextParallel
     from paralign.parallel.expert import ExpertParallel
-    from paralign.parallel.tensor_styles import TensorStyle
+    from paralign.parallel.tensor_base import TensorStyle
 
 # tokens, labels, positions: each [B, S] int64, rows first; see Program.shard. While a step runs,
 # num_tokens as well: a scalar on the CPU, what the sum of token losses is divided by.

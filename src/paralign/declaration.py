@@ -18,7 +18,7 @@ from paralign.parallel.data import FSDP, ROOT_UNIT, plan_units
 from paralign.parallel.stages import rank_of_stage
 from paralign.parallel.support import Plan
 from paralign.parallel.tensor import spreads_of
-from paralign.parallel.tensor_styles import TensorParallel
+from paralign.parallel.tensor_base import TensorParallel
 from paralign.parallel.tensor_weights import Spread
 from paralign.parallel.tied import find_tied
 from paralign.parallelize import expert_stacks, stage_of_parameters

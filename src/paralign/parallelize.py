@@ -41,7 +41,7 @@ from paralign.parallel.stage import Stage, meta_copy
 from paralign.parallel.stages import rank_of_stage, split_layers, stages_of_rank
 from paralign.parallel.support import Plan, problems, resolve_reshard
 from paralign.parallel.tensor import apply_tensor, tensor_problems
-from paralign.parallel.tensor_styles import TensorParallel
+from paralign.parallel.tensor_base import TensorParallel
 from paralign.parallel.tied import (
     TiedPair,
     check_pairs,

@@ -17,15 +17,13 @@ from paralign.models.llama.blueprint import LlamaBlueprint
 from paralign.models.pangu_moe.blueprint import PanguMoeBlueprint
 from paralign.models.registry import find_model
 from paralign.parallel.tensor import TensorPlan, spreads_of, tensor_problems
+from paralign.parallel.tensor_base import Region, TensorParallel, local_parameters
 from paralign.parallel.tensor_styles import (
     ColumnParallel,
-    Region,
     RowParallel,
     SharedInput,
-    TensorParallel,
     TokenWise,
     VocabularyParallel,
-    local_parameters,
 )
 from paralign.parallel.tensor_weights import Spread
 from paralign.testing import run_on_ranks

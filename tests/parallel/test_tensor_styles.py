@@ -13,16 +13,14 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
 from paralign.collectives import all_gather_dim
-from paralign.errors import LayoutError
+from paralign.errors import ConfigError, LayoutError
+from paralign.parallel.tensor_base import TensorParallel, TensorStyle, local_parameters
 from paralign.parallel.tensor_styles import (
     ColumnParallel,
     RowParallel,
     SharedInput,
-    TensorParallel,
-    TensorStyle,
     TokenWise,
     VocabularyParallel,
-    local_parameters,
 )
 from paralign.testing import run_on_ranks
 
@@ -64,11 +62,11 @@ def close(mine: Tensor, expected: Tensor) -> None:
     assert float((mine - expected).norm()) <= 20 * EPS * float(expected.norm())
 
 
-def _block(sequence_parallel: bool) -> None:
+def _block(options: TensorParallel) -> None:
+    sequence_parallel = options.sequence_parallel
     torch.manual_seed(0)
     mesh = mesh_of_world()
     n, rank = mesh.size(), mesh.get_local_rank()
-    options = TensorParallel(sequence_parallel=sequence_parallel)
     whole, cut = Block().double(), Block().double()
     cut.load_state_dict(whole.state_dict())
     plan: Any = {name: style.configured(options, enters=True) for name, style in PLAN.items()}
@@ -101,10 +99,25 @@ def _block(sequence_parallel: bool) -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("sequence_parallel", [True, False])
-def test_styles_work_in_a_plan_of_torch(sequence_parallel: bool):
+@pytest.mark.parametrize(
+    "options",
+    [
+        TensorParallel(),
+        TensorParallel(sequence_parallel=False),
+        TensorParallel(overlap="chunks"),
+    ],
+    ids=["sequence", "whole", "chunks"],
+)
+def test_styles_work_in_a_plan_of_torch(options: TensorParallel):
     for degree in (1, 3):
-        on_ranks(_block, degree, sequence_parallel)
+        on_ranks(_block, degree, options)
+
+
+def test_overlap_needs_a_sequence_that_is_cut():
+    with pytest.raises(ConfigError, match="Use overlap='none' or sequence_parallel=True"):
+        TensorParallel(sequence_parallel=False, overlap="chunks")
+    with pytest.raises(ConfigError, match="overlap='chunk' must be 'none' or 'chunks'"):
+        TensorParallel(overlap="chunk")  # type: ignore[arg-type]
 
 
 def _embedding() -> None:

@@ -16,7 +16,7 @@ from paralign.randomness import Init
 if TYPE_CHECKING:
     from paralign.parallel.context import ContextParallel
     from paralign.parallel.expert import ExpertParallel
-    from paralign.parallel.tensor_styles import TensorStyle
+    from paralign.parallel.tensor_base import TensorStyle
 
 
 class Context(NamedTuple):

@@ -15,8 +15,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from paralign.errors import LayoutError
+from paralign.parallel.tensor_base import TensorParallel, TensorStyle
 from paralign.parallel.tensor_overlap import Handoff
-from paralign.parallel.tensor_styles import ColumnParallel, SharedInput, TensorParallel, TensorStyle
+from paralign.parallel.tensor_styles import ColumnParallel, SharedInput
 from paralign.parallel.tensor_weights import Spread, spread_
 
 TensorPlan = Mapping[str, TensorStyle]

@@ -203,7 +203,8 @@ def _chunks(x: Tensor, dim: int) -> tuple[Tensor, ...]:
 
 def _by_rank(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     """Split ``dim`` into ranks and the tokens of each."""
-    return x.unflatten(dim, (dist.get_world_size(group), -1))
+    pieces: Tensor = x.unflatten(dim, (dist.get_world_size(group), -1))
+    return pieces
 
 
 def _join(pieces: Sequence[Tensor], dim: int) -> Tensor:
@@ -220,4 +221,5 @@ def _sum(terms: Sequence[Tensor]) -> Tensor:
 
 def _outer(grad: Tensor, x: Tensor) -> Tensor:
     """Return the gradient of a weight."""
-    return grad.flatten(0, -2).t().mm(x.flatten(0, -2))
+    of_weight: Tensor = grad.flatten(0, -2).t().mm(x.flatten(0, -2))
+    return of_weight

@@ -15,7 +15,7 @@ from paralign.models.router import named_biases
 from paralign.parallel.data import FSDP, Precision
 from paralign.parallel.pipeline import Pipeline
 from paralign.parallel.recompute import Recompute
-from paralign.parallel.tensor_styles import TensorParallel
+from paralign.parallel.tensor_base import TensorParallel
 from paralign.parallelize import Context, InitRule
 from paralign.randomness import Init, fill_
 from paralign.train.data import TokenSource

@@ -17,8 +17,8 @@ from paralign.mesh import Axis
 from paralign.parallel.loss_chunks import chunk_bounds
 from paralign.parallel.support import Plan
 from paralign.parallel.tensor import TensorPlan, styles_of
+from paralign.parallel.tensor_base import TensorParallel, TensorStyle
 from paralign.parallel.tensor_overlap import NUM_CHUNKS
-from paralign.parallel.tensor_styles import TensorParallel, TensorStyle
 from paralign.prove.traffic import BYTES, Traffic, all_reduced, sent
 
 

@@ -12,7 +12,7 @@ from paralign.models.llama.presets import LlamaConfig
 from paralign.models.rotary import Rotary
 
 if TYPE_CHECKING:
-    from paralign.parallel.tensor_styles import TensorStyle
+    from paralign.parallel.tensor_base import TensorStyle
 
 
 class LlamaBlueprint(DecoderBlueprint):
