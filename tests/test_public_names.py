@@ -29,6 +29,7 @@ PUBLIC = {
     "Precision",
     "Program",
     "RankError",
+    "Recompute",
     "Report",
     "RunConfig",
     "TensorParallel",
