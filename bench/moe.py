@@ -1,0 +1,180 @@
+"""The MoE layer against four plain forms of the same sum, and what it sends over ep.
+
+    python -m bench.moe
+
+192 experts, top 10, hidden 256, expert hidden 512, float32, forward and backward of the experts at
+64, 1,024 and 8,192 tokens. All forms take turns, so that a busy machine slows them alike;
+the median of the rounds counts. Then one world of four ranks counts the bytes that dispatch and
+combine send, against the rows that have to travel.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from paralign.models.experts import Experts
+from paralign.parallel.expert import ExpertParallel
+from paralign.testing import run_on_ranks
+
+E, K, D, H = 192, 10, 256, 512
+TOKENS = (64, 1024, 8192)
+ROUNDS = {64: 15, 1024: 9, 8192: 5}
+Form = Callable[[Experts, Tensor, Tensor, Tensor], Tensor]
+
+
+def inputs(tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return tokens, choices and weights."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(tokens, D, generator=generator).requires_grad_()
+    weights, indices = torch.rand(tokens, E, generator=generator).topk(K)
+    return x, indices, weights.clone().requires_grad_()
+
+
+def ours(experts: Experts, x: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+    """Run paralign's layer."""
+    out: Tensor = experts(x, indices, weights)
+    return out
+
+
+def masks(experts: Experts, x: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+    """Loop over experts; a mask finds the tokens of each."""
+    out = torch.zeros_like(x)
+    parts = zip(experts.gate.unbind(0), experts.up.unbind(0), experts.down.unbind(0), strict=True)
+    for e, (gate, up, down) in enumerate(parts):
+        token, choice = (indices == e).nonzero(as_tuple=True)
+        rows = x[token]
+        y = (F.silu(rows @ gate.t()) * (rows @ up.t())) @ down.t()
+        out = out.index_add(0, token, y * weights[token, choice].unsqueeze(-1))
+    return out
+
+
+def _sorted(x: Tensor, indices: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    order = indices.flatten().argsort(stable=True)
+    token = order // K
+    return order, token, x.index_select(0, token)
+
+
+def _summed(x: Tensor, y: Tensor, order: Tensor, token: Tensor, weights: Tensor) -> Tensor:
+    weighted = y * weights.flatten()[order].unsqueeze(-1)
+    return torch.zeros_like(x).index_add(0, token, weighted)
+
+
+def sorted_(experts: Experts, x: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+    """Sort rows by expert, then one matmul an expert."""
+    order, token, rows = _sorted(x, indices)
+    counts = indices.flatten().bincount(minlength=E).tolist()
+    parts = zip(
+        rows.split(counts),
+        experts.gate.unbind(0),
+        experts.up.unbind(0),
+        experts.down.unbind(0),
+        strict=True,
+    )
+    y = torch.cat([(F.silu(r @ g.t()) * (r @ u.t())) @ d.t() for r, g, u, d in parts])
+    return _summed(x, y, order, token, weights)
+
+
+def grouped(experts: Experts, x: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+    """Sort rows by expert, then torch's grouped matmul."""
+    order, token, rows = _sorted(x, indices)
+    ends = indices.flatten().bincount(minlength=E).cumsum(0).int()
+    gate = F.grouped_mm(rows, experts.gate.transpose(1, 2), offs=ends)
+    up = F.grouped_mm(rows, experts.up.transpose(1, 2), offs=ends)
+    y = F.grouped_mm(F.silu(gate) * up, experts.down.transpose(1, 2), offs=ends)
+    return _summed(x, y, order, token, weights)
+
+
+def padded(experts: Experts, x: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+    """Pad every expert's rows to the fullest one's, then batched matmuls."""
+    order, token, rows = _sorted(x, indices)
+    expert = indices.flatten()[order]
+    counts = indices.flatten().bincount(minlength=E)
+    most = int(counts.max())
+    place = expert * most + torch.arange(len(order)) - (counts.cumsum(0) - counts)[expert]
+    full = rows.new_zeros(E * most, D).index_copy(0, place, rows).view(E, most, D)
+    gate, up = torch.bmm(full, experts.gate.mT), torch.bmm(full, experts.up.mT)
+    y = torch.bmm(F.silu(gate) * up, experts.down.mT).flatten(0, 1).index_select(0, place)
+    return _summed(x, y, order, token, weights)
+
+
+FORMS: dict[str, Form] = {
+    "ours": ours,
+    "masks": masks,
+    "sorted": sorted_,
+    "grouped_mm": grouped,
+    "padded": padded,
+}
+
+
+def timed(form: Form, experts: Experts, tokens: int) -> float:
+    """Return the seconds of one forward and backward."""
+    given = inputs(tokens)
+    for parameter in experts.parameters():
+        parameter.grad = None
+    began = time.perf_counter()
+    form(experts, *given).sum().backward()
+    return time.perf_counter() - began
+
+
+def times(tokens: int) -> dict[str, float]:
+    """Return the median seconds of every form, taking turns."""
+    experts = Experts(E, D, H, bias=False)
+    seen: dict[str, list[float]] = {name: [] for name in FORMS}
+    for number in range(ROUNDS[tokens] + 1):
+        for name, form in FORMS.items():
+            took = timed(form, experts, tokens)
+            if number:  # the first warms up
+                seen[name].append(took)
+    return {name: statistics.median(each) for name, each in seen.items()}
+
+
+def traffic(tokens: int) -> tuple[int, int]:
+    """Return bytes this rank sends for one forward, and the least that have to travel."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("ep",))
+    experts = ExpertParallel().apply(Experts(E, D, H, bias=False), mesh)
+    me, n = mesh.get_local_rank(), mesh.size()
+    x, indices, weights = inputs(tokens)
+    sent, real = [0], dist.all_to_all_single
+
+    def counted(output: Tensor, given: Tensor, *splits: object, **rest: object) -> object:
+        own = splits[1][me] if len(splits) == 2 else given.shape[0] // n  # type: ignore[index]
+        row = given[:1].numel() * given.element_size()
+        sent[0] += row * (given.shape[0] - own)
+        return real(output, given, *splits, **rest)
+
+    dist.all_to_all_single = counted
+    experts(x, indices, weights)
+    dist.all_to_all_single = real
+    goes = torch.zeros(tokens, n, dtype=torch.bool).scatter_(1, indices // (E // n), True)
+    goes[:, me] = False
+    # Each token once there, and one row back for each token of the others: as many, by symmetry.
+    return sent[0], 2 * int(goes.sum()) * D * x.element_size()
+
+
+def main() -> int:
+    """Print both tables; return 1 where a promise is broken."""
+    failed = False
+    print("| tokens | " + " | ".join(FORMS) + " | ours / fastest |")
+    print("|---" * (len(FORMS) + 2) + "|")
+    for tokens in TOKENS:
+        seen = times(tokens)
+        ratio = seen["ours"] / min(took for name, took in seen.items() if name != "ours")
+        cells = " | ".join(f"{took:.3f}" for took in seen.values())
+        print(f"| {tokens:,} | {cells} | {ratio:.2f} |")
+        failed |= not ratio <= 1.05
+    sent, least = run_on_ranks(traffic, 4, 1024)[0]
+    print(f"ep=4, 1,024 tokens a rank: {sent} bytes sent, {least} must: {sent / least:.3f}")
+    return int(failed or not sent / least <= 1.15)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
