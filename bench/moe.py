@@ -14,6 +14,8 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -145,15 +147,14 @@ def traffic(tokens: int) -> tuple[int, int]:
     x, indices, weights = inputs(tokens)
     sent, real = [0], dist.all_to_all_single
 
-    def counted(output: Tensor, given: Tensor, *splits: object, **rest: object) -> object:
-        own = splits[1][me] if len(splits) == 2 else given.shape[0] // n  # type: ignore[index]
+    def counted(output: Any, given: Any, *splits: Any, **rest: Any) -> Any:
+        own = splits[1][me] if len(splits) == 2 else given.shape[0] // n
         row = given[:1].numel() * given.element_size()
         sent[0] += row * (given.shape[0] - own)
         return real(output, given, *splits, **rest)
 
-    dist.all_to_all_single = counted
-    experts(x, indices, weights)
-    dist.all_to_all_single = real
+    with mock.patch.object(dist, "all_to_all_single", counted):
+        experts(x, indices, weights)
     goes = torch.zeros(tokens, n, dtype=torch.bool).scatter_(1, indices // (E // n), True)
     goes[:, me] = False
     # Each token once there, and one row back for each token of the others: as many, by symmetry.

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
-from paralign.models.grouped_linear import grouped_linear
+from paralign.models.grouped_linear import choose_form, grouped_linear
 
 COUNTS = [3, 0, 5, 1, 0]
 
@@ -69,3 +71,27 @@ def test_a_frozen_weight_costs_no_gradient():
     x, weight, _ = inputs(bias=False)
     grouped_linear(x, weight.detach(), None, COUNTS).sum().backward()
     assert x.grad is not None and weight.grad is None
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("counts", [[3, 0, 5, 1, 0], [0, 0, 9, 0, 0]])
+def test_torchs_grouped_form_gives_what_the_loop_gives(bias, counts):
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(9, 8), (5, 12, 8), (5, 12)][: 3 if bias else 2]
+    made = [torch.randn(shape, generator=generator) for shape in shapes]
+    grads: dict[str, list[Any]] = {}
+    for dtype, form in ((torch.float32, "grouped"), (torch.float64, "loop")):
+        tensors = [t.clone().to(dtype).requires_grad_() for t in made]
+        assert choose_form(tensors[0], tensors[1]) == form
+        out = grouped_linear(tensors[0], tensors[1], tensors[2] if bias else None, counts)
+        out.sum().backward()  # an expanded gradient
+        grads[form] = [out, *(t.grad for t in tensors)]
+    for grouped, loop in zip(grads["grouped"], grads["loop"], strict=True):
+        torch.testing.assert_close(grouped, loop.float(), rtol=1e-5, atol=1e-6)
+
+
+def test_rows_that_the_grouped_form_cannot_take_go_through_the_loop():
+    weight = torch.zeros(5, 6, 4)
+    assert choose_form(torch.zeros(9, 4), weight) == "loop"  # 6 features: 24 bytes
+    assert choose_form(torch.zeros(0, 4), torch.zeros(5, 8, 4)) == "loop"
+    assert choose_form(torch.zeros(9, 4).bfloat16(), torch.zeros(5, 8, 4)) == "loop"

@@ -1,13 +1,14 @@
 """One linear layer per expert, over rows sorted by expert.
 
-Three forms of the same sum; :func:`choose_form` takes the fastest, see [Note: forms].
+Two forms of the same sum; :func:`choose_form` takes the faster one that can be had.
 
 [Note: forms]
-``loop``: one matmul an expert, written straight into its part of the result. No padding, no copy;
-any dtype. Fastest on a CPU for all but a few rows an expert.
-``padded``: rows are padded to the fullest expert and go through one batched matmul. Fastest on a
-CPU while experts get only a few rows each, where a call costs more than the padding.
-``grouped``: torch's ``grouped_mm``: the form for accelerators, bfloat16 and float32 only.
+``grouped``: torch's ``grouped_mm``: the form for accelerators, and for float32 on a CPU, where
+``bench/moe.py`` finds it the fastest of five forms for few rows an expert and for many. It takes
+neither float64 nor rows that are no multiple of 16 bytes.
+``loop``: one matmul an expert, written straight into its part of the result: no padding, no copy,
+any dtype. On a CPU within about a tenth of ``grouped``; batched matmuls over padded rows are slower
+than both.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-Form = Literal["loop", "padded", "grouped"]
+Form = Literal["loop", "grouped"]
 
 
 def grouped_linear(
@@ -37,18 +38,17 @@ def grouped_linear(
 
     Exact: each row is an ordinary linear layer's. Experts without rows get zero gradients.
     """
-    form = choose_form(x_RI, counts)
-    if form == "grouped":
+    if choose_form(x_RI, weight_EOI) == "grouped":
         return _grouped_mm(x_RI, weight_EOI, bias_EO, counts)
     result: Tensor = _GroupedLinear.apply(x_RI, weight_EOI, bias_EO, counts)  # type: ignore[no-untyped-call]
     return result
 
 
-def choose_form(x_RI: Tensor, counts: Sequence[int]) -> Form:
+def choose_form(x_RI: Tensor, weight_EOI: Tensor) -> Form:
     """Return the form that is fastest for these rows on this device."""
-    if x_RI.device.type != "cpu" and x_RI.dtype in (torch.bfloat16, torch.float32):
-        return "grouped"
-    return "loop"
+    taken = [torch.float32] if x_RI.device.type == "cpu" else [torch.float32, torch.bfloat16]
+    is_aligned = all(size * x_RI.element_size() % 16 == 0 for size in weight_EOI.shape[1:])
+    return "grouped" if x_RI.dtype in taken and is_aligned and x_RI.shape[0] else "loop"
 
 
 class _GroupedLinear(torch.autograd.Function):
@@ -103,7 +103,19 @@ def _slices(counts: Sequence[int]) -> list[tuple[int, slice]]:
 def _grouped_mm(x: Tensor, weight: Tensor, bias: Tensor | None, counts: Sequence[int]) -> Tensor:
     number = torch.tensor(counts, device=x.device)
     ends = number.cumsum(0, dtype=torch.int32)
-    out = F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
+    out: Tensor = _ContiguousGradient.apply(F.grouped_mm(x, weight.transpose(1, 2), offs=ends))  # type: ignore[no-untyped-call]
     if bias is not None:
         out = out + bias.repeat_interleave(number, 0, output_size=x.shape[0])
     return out
+
+
+class _ContiguousGradient(torch.autograd.Function):
+    """Identity; the backward of ``grouped_mm`` takes no expanded or strided gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0].contiguous()
