@@ -131,9 +131,11 @@ def times(tokens: int) -> dict[str, float]:
     """Return the median seconds of every form, taking turns."""
     experts = Experts(E, D, H, bias=False)
     seen: dict[str, list[float]] = {name: [] for name in FORMS}
+    names = list(FORMS)
     for number in range(ROUNDS[tokens] + 1):
-        for name, form in FORMS.items():
-            took = timed(form, experts, tokens)
+        # Another one begins each time: what a form leaves in caches serves or hurts the next.
+        for name in names[number % len(names) :] + names[: number % len(names)]:
+            took = timed(FORMS[name], experts, tokens)
             if number:  # the first warms up
                 seen[name].append(took)
     return {name: statistics.median(each) for name, each in seen.items()}

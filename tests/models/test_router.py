@@ -174,7 +174,10 @@ def test_the_balance_loss_is_the_mean_over_sequences_by_tokens(sizes, padding):
         shares = (scores / scores.sum(-1, keepdim=True)).mean(0)
         chosen = indices[row, valid].flatten().bincount(minlength=E)
         frequency = chosen.double() * E / (K * valid.sum())
-        expected = expected + 0.5 * valid.sum().double() / predicted.num_tokens * (frequency * shares).sum()
+        expected = (
+            expected
+            + 0.5 * valid.sum().double() / predicted.num_tokens * (frequency * shares).sum()
+        )
     torch.testing.assert_close(router.tally.loss, expected.detach(), rtol=1e-13, atol=0)
     # What flows back through the weights is the gradient of this loss and nothing else.
     (wanted,) = torch.autograd.grad(expected, router.gate.weight)
