@@ -1,4 +1,4 @@
-"""Write docs/drill.md: every fault on the three example configs, and what was found.
+"""Write docs/drill.md: every fault on the example configs, and what was found.
 
     python -m bench.drill docs/drill.md
 

@@ -72,8 +72,15 @@ TRAITS: Mapping[str, Callable[[RunConfig], bool]] = {
     "ulysses": lambda config: config.context.ulysses_degree != 1,
     "untied": lambda config: config.model.hyper_parameters.get("tie_embeddings") is not True,
     "tied": lambda config: config.model.hyper_parameters.get("tie_embeddings") is True,
+    "shared_heads": lambda config: _num_kv_heads(config) < config.mesh.tp,
     "virtual_stages": lambda config: (config.pipeline.stages_per_rank or 1) > 1,
 }
+
+
+def _num_kv_heads(config: RunConfig) -> int:
+    from paralign.config.model_choice import choose_model
+
+    return choose_model(config.model).size("num_kv_heads") or config.mesh.tp
 
 
 @dataclass(frozen=True, kw_only=True)

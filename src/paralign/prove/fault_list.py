@@ -14,10 +14,11 @@ from paralign.prove.faults import (
     optimizer,
     reduction,
     state,
+    tensor,
     weights,
 )
 
-FAMILIES = (data, weights, forward, loss, backward, reduction, clipping, optimizer, state)
+FAMILIES = (data, weights, forward, loss, backward, reduction, clipping, optimizer, state, tensor)
 
 
 def built_in_faults() -> list[Fault]:
