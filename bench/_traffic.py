@@ -76,7 +76,8 @@ def _others(args: Any, index: int = 2) -> int:
 def _all_to_all(args: Any) -> tuple[str, int]:
     _, send, group, _, split_sizes = args[:5]
     size, rank = ProcessGroup.unbox(group).size(), ProcessGroup.unbox(group).rank()
-    kept = split_sizes[rank] / sum(split_sizes) if split_sizes else 1 / size
+    # A group of one rank sends itself nothing.
+    kept = split_sizes[rank] / max(1, sum(split_sizes)) if split_sizes else 1 / size
     return "all-to-all", round(_bytes(send) * (1 - kept))
 
 
