@@ -4,7 +4,8 @@
 
 What has to move is computed from the model's sizes alone. The stream enters and leaves attention
 and feed-forward, forward and backward: of T tokens of width H each of n ranks sends
-``(n - 1) / n T H`` numbers a time, as the pieces of a gather or of a sum. Latent attention takes in its latents instead
+``(n - 1) / n T H`` numbers a time, as the pieces of a gather or of a sum. Latent attention
+takes in its latents instead
 of the stream. Embedding and head cross once each way. The gradients of weights that all ranks hold
 are summed once. Ulysses exchanges q, k, v and the output, ``(n - 1) / n`` of each, both ways.
 Nothing is timed: bytes do not depend on the machine.
@@ -73,7 +74,8 @@ def count(config: RunConfig) -> dict[str, tuple[int, int]]:
     program.step(batch)
     with TrafficCounter() as counter:
         program.step(batch)
-    return counter.traffic()
+    traffic: dict[str, tuple[int, int]] = counter.traffic()
+    return traffic
 
 
 def moved(traffic: dict[str, tuple[int, int]]) -> int:
