@@ -26,7 +26,7 @@ TARGET = 1.10
 VALUE_TOLERANCE = 1e-5
 # Token count and fingerprint of the batch, three float64 numbers, ride in the all-reduce of
 # paralign's loss: by them it knows that all ranks trained on one batch.
-RIDERS_BYTES = 32
+RIDERS_BYTES = 40
 
 
 @dataclass(frozen=True, kw_only=True)

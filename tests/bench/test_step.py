@@ -57,8 +57,8 @@ def test_a_step_sends_what_the_hand_composed_step_sends(schedule):
         (LIKE_BY_HAND | {"all-gather": (5, 4096)}, "5 calls of 4096 bytes instead of 4 calls"),
         (LIKE_BY_HAND | {"all-gather": (4, 4100)}, "of 4100 bytes instead of 4 calls of 4096"),
         (LIKE_BY_HAND | {"broadcast": (1, 8)}, "broadcast: 1 calls of 8 bytes instead of 0 calls"),
-        (TRAFFIC, "all-reduce: 2 calls of 16 bytes instead of 2 calls of 48 bytes"),
-        ({"all-reduce": (2, 48)}, "all-gather: 0 calls of 0 bytes instead of 4 calls"),
+        (TRAFFIC, "all-reduce: 2 calls of 16 bytes instead of 2 calls of 56 bytes"),
+        ({"all-reduce": (2, 56)}, "all-gather: 0 calls of 0 bytes instead of 4 calls"),
     ],
 )
 def test_other_traffic_is_found(ours, problem):
@@ -84,4 +84,4 @@ def test_the_report_judges_ratio_and_traffic(capsys):
     assert not report(CASE, [measured(traffic=more)])
     printed = capsys.readouterr().out
     assert "1.200    1.000   (target 1.10)" in printed
-    assert "the same on every rank, but for 32 bytes a rank" in printed
+    assert "the same on every rank, but for 40 bytes a rank" in printed

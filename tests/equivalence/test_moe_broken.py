@@ -155,12 +155,14 @@ def test_a_router_gradient_that_is_not_summed_is_wrong_alone(reference):
     assert wrong_gradients(result) == {ROUTER}
 
 
+@pytest.mark.long
 def test_expert_gradients_times_ep_are_wrong_alone(reference):
     result = run("expert_gradients_times_ep", reference)
     assert result.loss_error <= LOSS_TOLERANCE
     assert wrong_gradients(result) == EXPERTS
 
 
+@pytest.mark.long
 def test_a_balance_loss_of_slices_is_wrong(reference):
     result = run("balance_of_slices", reference)
     assert not result.loss_error <= LOSS_TOLERANCE
@@ -168,6 +170,7 @@ def test_a_balance_loss_of_slices_is_wrong(reference):
     assert not EXPERTS & wrong_gradients(result)
 
 
+@pytest.mark.long
 def test_biases_from_own_tokens_are_wrong_and_nothing_else_is(reference):
     result = run("biases_from_own_tokens", reference)
     assert result.loss_error <= LOSS_TOLERANCE and not wrong_gradients(result)
