@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,17 @@ def test_the_page_lists_every_key_with_its_default_and_rule():
             assert parse_value(default.strip(" `"), "default") == _plain(field.default)
             assert expects.strip() == extra["expects"]
             assert meaning.strip() == field.description
+
+
+def test_fields_of_other_configs_are_mapped_to_keys_that_exist():
+    page = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text()
+    rows = [line.split("|") for line in page.split("## Coming from")[1].splitlines() if "|" in line]
+    named = [key for row in rows[2:] for key in re.findall(r"`([a-z]+)\.([a-z_]+)`", row[2])]
+    assert len(named) > 10
+    for section, key in named:
+        assert key in SECTIONS[section].model_fields, (section, key)
+    # A row says one of these; none is empty.
+    assert all(row[2].strip() and row[3].strip() for row in rows)
 
 
 def test_the_pages_python_works(monkeypatch):
