@@ -22,7 +22,7 @@ from paralign.config.run import RunConfig
 from paralign.declaration import declare
 from paralign.mesh import build_mesh
 from paralign.parallel.data import Precision
-from paralign.parallelize import resolve_plan
+from paralign.planning import resolve_plan
 from paralign.prove.build import build_data, build_pieces, build_plans, build_tensor, numerics
 from paralign.prove.parallel import build_program
 from paralign.testing import run_on_ranks

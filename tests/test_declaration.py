@@ -14,7 +14,7 @@ from paralign.config.run import RunConfig
 from paralign.declaration import ParameterDeclaration, declare
 from paralign.mesh import Axis, Degrees, build_mesh
 from paralign.parallel.data import ROOT_UNIT, Precision
-from paralign.parallelize import resolve_plan
+from paralign.planning import resolve_plan
 from paralign.program import Program
 from paralign.prove.build import build_data, build_pieces, build_plans, build_tensor, numerics
 from paralign.prove.parallel import build_program

@@ -16,13 +16,14 @@ FILES = sorted(SRC.rglob("*.py"))
 # From bottom to top. A room imports from the rows above its own, and from itself.
 ARROWS = [
     {"errors"},
-    {"requirements", "mesh", "layout", "collectives", "randomness", "loss"},
+    {"requirements", "mesh", "layout", "randomness", "loss"},
+    {"collectives", "all_to_all", "contiguous", "local_weights"},
     {"launch", "blueprint", "align"},
     {"testing", "parallel"},
     {"models", "batch"},
     {"program"},
-    {"parallelize"},
-    {"declaration", "train"},
+    {"planning"},
+    {"parallelize", "declaration", "train"},
     {"config"},
     {"prove"},
     {"commands"},

@@ -21,7 +21,7 @@ from paralign.parallel.tensor import spreads_of
 from paralign.parallel.tensor_base import TensorParallel
 from paralign.parallel.tensor_weights import Spread
 from paralign.parallel.tied import find_tied
-from paralign.parallelize import expert_stacks, stage_of_parameters
+from paralign.planning import expert_stacks, stage_of_parameters
 
 # Every token is on exactly one rank of these axes, so a gradient there is a partial sum over them
 # all. Over tp it is one for the parameters that the plan says so of.

@@ -1,9 +1,10 @@
 """Applies the mesh axes to a model in the one legal order, and owns every scale factor.
 
-The order is: pipeline split -> tensor parallel -> context parallel -> FSDP -> pipeline runtime.
-Later axes see the modules that earlier ones left, and nothing else works: FSDP must shard the
-parameters of a finished stage and what tensor parallelism left of them, and context parallelism
-must wrap the attention core before FSDP hooks the layer around it.
+The order is: pipeline split -> tensor parallel -> loss in chunks -> context parallel -> expert
+parallel -> recomputation -> FSDP -> pipeline runtime. Later ones see the modules that earlier ones
+left, and nothing else works: FSDP must shard the parameters of a finished stage and what tensor and
+expert parallelism left of them, and what is recomputed must hold all that wraps a module but FSDP,
+whose hooks count its calls.
 
 There is one scale factor in the whole project: token losses are divided by the number of valid
 tokens of the global batch before the backward pass. Everything after that is a sum.
@@ -11,8 +12,8 @@ tokens of the global batch before the backward pass. Everything after that is a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -20,35 +21,21 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from paralign.blueprint import Blueprint
-from paralign.errors import ConfigError, ScheduleError
+from paralign.errors import ConfigError
 from paralign.layout import local_boxes
 from paralign.mesh import Axis, Degrees, degrees_of, expert_mesh
 from paralign.models.compose import structure_problems
 from paralign.models.router import named_biases, named_routers
-from paralign.parallel.data import (
-    FSDP,
-    Precision,
-    ReductionCounter,
-    apply_fsdp,
-    check_units,
-    plan_units,
-)
-from paralign.parallel.expert import ExpertParallel
-from paralign.parallel.loss_chunks import head_problems
+from paralign.parallel.data import FSDP, Precision, ReductionCounter, apply_fsdp, plan_units
 from paralign.parallel.pipeline import Pipeline, PipelineRuntime
-from paralign.parallel.recompute import Recompute, apply_recompute, recompute_problems
+from paralign.parallel.recompute import Recompute, apply_recompute
 from paralign.parallel.stage import Stage, meta_copy
 from paralign.parallel.stages import rank_of_stage, split_layers, stages_of_rank
-from paralign.parallel.support import Plan, problems, resolve_reshard
-from paralign.parallel.tensor import apply_tensor, tensor_problems
+from paralign.parallel.support import Plan
+from paralign.parallel.tensor import apply_tensor
 from paralign.parallel.tensor_base import TensorParallel
-from paralign.parallel.tied import (
-    TiedPair,
-    check_pairs,
-    check_units_of_pairs,
-    find_tied,
-    untie,
-)
+from paralign.parallel.tied import TiedPair, find_tied, untie
+from paralign.planning import expert_stacks, settle_plan, stage_of_parameters
 from paralign.program import Program
 from paralign.randomness import Init, fill_
 
@@ -122,26 +109,23 @@ def parallelize(
     context = context or Context()
     tensor = tensor or TensorParallel()
     recompute = recompute or Recompute()
-    plan = resolve_plan(
+    plan = settle_plan(
         model,
         degrees,
         blueprint,
         pipeline=pipeline,
         fsdp=fsdp,
         precision=precision,
-        loss_chunks=loss_chunks,
+        tensor=tensor,
         recompute=recompute,
+        loss_chunks=loss_chunks,
     )
-    check_sharding(model, blueprint, plan, fsdp)
-    check_tensor_plan(model, blueprint, degrees, tensor)
-    check_loss_chunks(model, blueprint, loss_chunks)
-    check_recompute(model, blueprint, recompute)
-    check_experts(model, blueprint, degrees)
 
     tensors = [*model.parameters(), *model.buffers()]
     is_meta = any(tensor.is_meta for tensor in tensors)
     device = _device(mesh)
     initialised = named_biases([model])
+    has_router_biases = bool(initialised)  # of any stage
     if is_meta and any(name not in initialised for name, _ in model.named_buffers()):
         raise ConfigError(
             "the model is on the meta device and has buffers, whose values would be lost. Build "
@@ -207,121 +191,8 @@ def parallelize(
         device=device,
         stream_parts=stream_parts,
         partial_over_tp=partial_over_tp,
+        has_router_biases=has_router_biases,
     )
-
-
-def resolve_plan(
-    model: nn.Module,
-    degrees: Degrees,
-    blueprint: Blueprint,
-    *,
-    pipeline: Pipeline,
-    fsdp: FSDP,
-    precision: Precision,
-    loss_chunks: int = 1,
-    recompute: Recompute | None = None,
-) -> Plan:
-    """Check the plan against the support table and fill in what the user left open.
-
-    Raises:
-        ScheduleError: The plan is refused; all reasons are listed.
-    """
-    master = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-    plan = Plan(
-        schedule=pipeline.schedule,
-        num_microbatches=pipeline.num_microbatches,
-        pp=degrees.pp,
-        stages_per_rank=pipeline.stages_per_rank,
-        num_layers=len(model.get_submodule(blueprint.layers_name)._modules),
-        layers_per_stage=pipeline.layers_per_stage,
-        wrap=fsdp.wrap,
-        reshard_after_forward=fsdp.reshard_after_forward,
-        has_expert_units=degrees.ep > 1,
-        compute_dtype=_dtype_name(precision.compute or master),
-        reduce_dtype=_dtype_name(precision.reduce or master),
-        loss_chunks=loss_chunks,
-        recomputes=(recompute or Recompute()).parts != "none",
-    )
-    if refused := problems(plan):
-        raise ScheduleError.from_problems(f"the plan is refused on {degrees}", refused)
-    return replace(plan, reshard_after_forward=resolve_reshard(plan))
-
-
-def stage_of_parameters(model: nn.Module, blueprint: Blueprint, plan: Plan) -> dict[str, int]:
-    """Return the stage that owns each parameter, for every name that a parameter has."""
-    assert plan.num_layers is not None
-    splits = split_layers(plan.num_layers, plan.num_stages, plan.layers_per_stage)
-    owner_of_piece = dict.fromkeys(blueprint.prologue_names, 0)
-    owner_of_piece.update(dict.fromkeys(blueprint.epilogue_names, plan.num_stages - 1))
-    for stage, layers in enumerate(splits):
-        owner_of_piece.update((f"{blueprint.layers_name}.{index}", stage) for index in layers)
-    owners = {}
-    for name, _ in model.named_parameters(remove_duplicate=False):
-        piece = next(p for p in owner_of_piece if name == p or name.startswith(f"{p}."))
-        owners[name] = owner_of_piece[piece]
-    return owners
-
-
-def check_sharding(model: nn.Module, blueprint: Blueprint, plan: Plan, fsdp: FSDP) -> None:
-    """Check that every parameter will belong to exactly one FSDP unit of each stage that uses it.
-
-    Raises:
-        LayoutError: Listed units name modules that do not exist or overlap, or a tied parameter is
-            in two units.
-        ConfigError: A parameter has more than two names.
-    """
-    assert plan.num_layers is not None
-    names = [name for name, _ in model.named_modules() if name]
-    check_units(fsdp.wrap, names)
-    owners, aliases = stage_of_parameters(model, blueprint, plan), find_tied(model)
-    check_pairs(aliases, owners)
-    splits = split_layers(plan.num_layers, plan.num_stages, plan.layers_per_stage)
-    units = {
-        stage: plan_units(fsdp.wrap, [f"{blueprint.layers_name}.{i}" for i in layers], names)
-        for stage, layers in enumerate(splits)
-    }
-    check_units_of_pairs(aliases, owners, units)
-
-
-def check_recompute(model: nn.Module, blueprint: Blueprint, recompute: Recompute) -> None:
-    """Check that what is to be recomputed exists in some layer.
-
-    Raises:
-        ConfigError: It does not; all names are listed.
-    """
-    layers = model.get_submodule(blueprint.layers_name).children()
-    if found := recompute_problems(layers, recompute):
-        raise ConfigError.from_problems("cannot recompute", found)
-
-
-def check_tensor_plan(
-    model: nn.Module, blueprint: Blueprint, degrees: Degrees, tensor: TensorParallel
-) -> None:
-    """Check that the blueprint's plan spreads every parameter over tp.
-
-    Raises:
-        ConfigError: All problems are listed.
-    """
-    if degrees.tp == 1:
-        return
-    plan = blueprint.tensor_parallel()
-    if found := tensor_problems(model, plan, degree=degrees.tp, options=tensor):
-        title = f"{type(model).__name__} cannot be spread over axis 'tp' ({degrees.tp} ranks)"
-        raise ConfigError.from_problems(title, found)
-
-
-def check_loss_chunks(model: nn.Module, blueprint: Blueprint, loss_chunks: int) -> None:
-    """Check that the loss can be computed in chunks.
-
-    Raises:
-        ConfigError: It cannot, and why.
-    """
-    if loss_chunks < 1:
-        raise ConfigError(f"loss_chunks={loss_chunks} must be at least 1. Use 1 for no chunks.")
-    if loss_chunks == 1:
-        return
-    if found := head_problems(model, blueprint, f"loss_chunks={loss_chunks}"):
-        raise ConfigError.from_problems("the loss cannot be computed in chunks", found)
 
 
 def _split(
@@ -371,44 +242,6 @@ def _apply_context(stage: Stage, mesh: DeviceMesh, blueprint: Blueprint, context
                 load_balance=context.load_balance,
                 positions_proven=True,  # by sequence_positions, each time a batch is cut
             ).apply(core, cp_mesh)
-
-
-def expert_stacks(
-    root: nn.Module, blueprint: Blueprint, layer_names: Sequence[str]
-) -> dict[str, ExpertParallel]:
-    """Return the stacks of experts in some layers of ``root``, by global name."""
-    known = {name for name, _ in root.named_modules()}
-    return {
-        f"{layer}.{inner}": style
-        for layer in layer_names
-        for inner, style in blueprint.experts().items()
-        if f"{layer}.{inner}" in known
-    }
-
-
-def check_experts(model: nn.Module, blueprint: Blueprint, degrees: Degrees) -> None:
-    """Check that the blueprint's experts can be spread over ep.
-
-    Raises:
-        ConfigError: All problems are listed.
-    """
-    if degrees.ep == 1:
-        return
-    layers = model.get_submodule(blueprint.layers_name)._modules
-    stacks = expert_stacks(model, blueprint, [f"{blueprint.layers_name}.{i}" for i in layers])
-    found = [
-        f"{name}: {problem}"
-        for name, style in stacks.items()
-        for problem in style.problems(model.get_submodule(name), degrees.ep)
-    ]
-    if not stacks:
-        found = [
-            f"experts() names no module that any layer has, and axis 'ep' has {degrees.ep} ranks. "
-            "Name the stacks of experts in a layer, or use ep=1"
-        ]
-    if found:
-        title = f"{type(blueprint).__name__} cannot spread experts over 'ep'"
-        raise ConfigError.from_problems(title, found)
 
 
 def _apply_experts(stage: Stage, mesh: DeviceMesh, blueprint: Blueprint) -> list[str]:
@@ -494,7 +327,3 @@ def _device(mesh: DeviceMesh) -> torch.device:
     return torch.device(
         mesh.device_type, torch.get_device_module(mesh.device_type).current_device()
     )
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -49,6 +49,7 @@ class Program:
         device: torch.device,
         stream_parts: int = 1,
         partial_over_tp: Collection[str] = (),
+        has_router_biases: bool = False,
     ) -> None:
         self._stages = dict(stages)
         self._runtime = runtime
@@ -71,7 +72,8 @@ class Program:
         self._partial_over_tp = [p for n, p in self._parameters.items() if n in partial_over_tp]
         self._routers = named_routers(self._stages.values())
         self._loss_parts: dict[str, float] = {}
-        self._moves_seen = self._num_moves()
+        self._has_router_biases = has_router_biases  # the same on ranks without a router
+        self._moves_seen: int | None = None  # at a step that router biases have not followed
 
     @property
     def mesh(self) -> DeviceMesh:
@@ -188,7 +190,8 @@ class Program:
             sum_pair(pair, canonical, alias, self._mesh)
         sum_partial_gradients(self._partial_over_tp, self._tp_mesh.get_group())
         give_back(earlier)
-        self._moves_seen = self._num_moves()
+        if self._has_router_biases:
+            self._moves_seen = self._num_moves()
         return self._global_loss(loss, batch, self._reduction_problems())
 
     def update_routers(self) -> None:
@@ -207,6 +210,7 @@ class Program:
             return counts
 
         update_biases(self._routers.values(), sum_over_tokens=sum_over_tokens)
+        self._moves_seen = None
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale all gradients so that their global norm is at most ``max_norm``.
@@ -249,11 +253,8 @@ class Program:
         return sum(p._version for p in self._parameters.values() if p.requires_grad)
 
     def _check_routers_updated(self) -> None:
-        waits = any(
-            router.bias is not None and router.tally.counts is not None
-            for router in self._routers.values()
-        )
-        if waits and self._num_moves() != self._moves_seen:
+        """Raise on every rank alike, also where no router is, so that none waits for the others."""
+        if self._moves_seen not in (None, self._num_moves()):
             raise AlignError(
                 "the parameters have moved since the last step, but the router biases have not: "
                 "experts would never be balanced. Call program.update_routers() between "

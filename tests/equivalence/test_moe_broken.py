@@ -13,9 +13,10 @@ from torch import Tensor
 import paralign.parallel.expert
 import paralign.parallelize
 import paralign.program
+from paralign.local_weights import local_parameters
 from paralign.models.experts import NOT_HERE, Experts
 from paralign.models.router import Router, update_biases
-from paralign.parallel.expert import ExpertForward, Route, local_experts, plan_route
+from paralign.parallel.expert import ExpertForward, Route, plan_route
 from paralign.testing import run_on_ranks
 from tests import parity
 from tests.equivalence.test_moe import MODELS
@@ -46,7 +47,7 @@ def experts_not_combined_over_ep() -> None:
         first = dist.get_rank(self._group) * self._num_local
         chosen = indices - first
         chosen = chosen.where((chosen >= 0) & (chosen < self._num_local), NOT_HERE)
-        with local_experts(self._module):
+        with local_parameters(self._module):
             return self._call(x, chosen, weights)
 
     _replace(ExpertForward, "__call__", alone)

@@ -264,9 +264,10 @@ def on_and_off(mesh_degrees: dict[str, int], model: dict[str, Any], parts: Seque
     [
         ({"pp": 2, "dp_shard": 2}, {}),
         ({"pp": 2, "tp": 2}, {}),
+        ({"pp": 2, "dp_shard": 2, "ep": 2}, {"name": "pangu_moe", "preset": "tiny"}),
         pytest.param({"pp": 2, "cp": 2}, dict(PANGU), marks=pytest.mark.long),
     ],
-    ids=["fsdp", "tp", "cp-pangu"],
+    ids=["fsdp", "tp", "ep", "cp-pangu"],
 )
 def test_on_ranks_the_same_to_the_last_bit(degrees, model):
     base = model or dict(make_config().model.hyper_parameters, name="llama")

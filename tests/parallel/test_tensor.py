@@ -13,11 +13,12 @@ from torch import Tensor, nn
 import paralign.program
 from paralign.collectives import all_reduce_backward
 from paralign.config.run import RunConfig
+from paralign.local_weights import local_parameters
 from paralign.models.llama.blueprint import LlamaBlueprint
 from paralign.models.pangu_moe.blueprint import PanguMoeBlueprint
 from paralign.models.registry import find_model
 from paralign.parallel.tensor import TensorPlan, spreads_of, tensor_problems
-from paralign.parallel.tensor_base import Region, TensorParallel, local_parameters
+from paralign.parallel.tensor_base import Region, TensorParallel
 from paralign.parallel.tensor_styles import (
     ColumnParallel,
     RowParallel,
@@ -168,6 +169,7 @@ CASES: dict[str, list[dict[str, Any]]] = {
         {"model": TIED, "pipeline": pipe("ZBVZeroBubble", 4)},
         {"model": PANGU, "pipeline": pipe("GPipe", 1), "fsdp": {"wrap": "first_block"}},
         {"pipeline": pipe("ZBVZeroBubble", 4), "tensor": CHUNKS},
+        {"pipeline": pipe("ZBVZeroBubble", 4), "tensor": OFF},
     ],
     "dp_shard cp tp": [
         {"pipeline": pipe("GPipe", 1), "context": {"ulysses_degree": 1, "load_balance": True}},

@@ -18,7 +18,7 @@ from paralign.parallel.tied import (
     sum_pair,
     untie,
 )
-from paralign.parallelize import check_sharding, resolve_plan
+from paralign.planning import check_sharding, resolve_plan
 from paralign.prove.build import build_pieces
 from paralign.testing import run_on_ranks
 from tests import parity

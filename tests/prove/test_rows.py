@@ -9,7 +9,7 @@ from paralign.declaration import ParameterDeclaration, declare
 from paralign.mesh import Degrees
 from paralign.parallel.data import FSDP, Precision
 from paralign.parallel.pipeline import Pipeline
-from paralign.parallelize import resolve_plan
+from paralign.planning import resolve_plan
 from paralign.prove.build import build_pieces
 from paralign.prove.rows import Fate, Row, ranges, rows_of
 from tests import parity

@@ -21,6 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from paralign.contiguous import contiguous_gradient
+
 Form = Literal["loop", "grouped"]
 
 
@@ -103,19 +105,8 @@ def _slices(counts: Sequence[int]) -> list[tuple[int, slice]]:
 def _grouped_mm(x: Tensor, weight: Tensor, bias: Tensor | None, counts: Sequence[int]) -> Tensor:
     number = torch.tensor(counts, device=x.device)
     ends = number.cumsum(0, dtype=torch.int32)
-    out: Tensor = _ContiguousGradient.apply(F.grouped_mm(x, weight.transpose(1, 2), offs=ends))  # type: ignore[no-untyped-call]
+    # Its backward takes no expanded or strided gradient.
+    out = contiguous_gradient(F.grouped_mm(x, weight.transpose(1, 2), offs=ends))
     if bias is not None:
         out = out + bias.repeat_interleave(number, 0, output_size=x.shape[0])
     return out
-
-
-class _ContiguousGradient(torch.autograd.Function):
-    """Identity; the backward of ``grouped_mm`` takes no expanded or strided gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        return grads[0].contiguous()

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from paralign.collectives import all_gather_stack, all_to_all_dims, fused_all_to_all_dims
+from paralign.all_to_all import all_to_all_dims, fused_all_to_all_dims
+from paralign.collectives import all_gather_stack
 from paralign.errors import LayoutError
 from paralign.parallel.context_call import CoreCall, CoreSignature
 from paralign.parallel.context_dtensor import Wrapping, unwrap, unwrap_mask

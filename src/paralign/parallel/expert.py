@@ -18,19 +18,19 @@ Ref:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any, NamedTuple, cast
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from paralign.collectives import all_to_all_rows
 from paralign.errors import LayoutError
+from paralign.local_weights import distribute, local_parameters
 
 NOT_HERE = -1
 """The index of a choice that another rank computes."""
@@ -95,7 +95,7 @@ class ExpertParallel(ParallelStyle):
         for name, parameter in list(module.named_parameters()):
             path, _, leaf = name.rpartition(".")
             owner = module.get_submodule(path)
-            owner.register_parameter(leaf, _own_experts(parameter, device_mesh))
+            owner.register_parameter(leaf, distribute(parameter, Shard(0), device_mesh))
         module.forward = forward
         return module
 
@@ -130,7 +130,7 @@ class ExpertForward:
         chosen = dispatch(route.indices.int()).long()
         arrived = dispatch(x.index_select(0, route.token))
         shares = dispatch(weights.index_select(0, route.token))
-        with local_experts(self._module):
+        with local_parameters(self._module):
             out = self._call(arrived, chosen, shares)
         rows = all_to_all_rows(out, send=receive, receive=send, group=self._group)
         total = weights.new_zeros(x.shape).index_add(0, route.token, rows.to(weights.dtype))
@@ -156,31 +156,3 @@ def plan_route(indices: Tensor, *, num_local: int, degree: int) -> Route:
     chosen = indices.index_select(0, token) - (rank * num_local).unsqueeze(1)
     is_there = (chosen >= 0) & (chosen < num_local)
     return Route(token, chosen.where(is_there, NOT_HERE), goes[:, 1:].sum(0))
-
-
-@contextmanager
-def local_experts(module: nn.Module) -> Iterator[None]:
-    """Let ``module`` see plain tensors where it holds DTensors, with gradients."""
-    held = [
-        (owner, leaf, parameter)
-        for owner in module.modules()
-        for leaf, parameter in owner._parameters.items()
-        if isinstance(parameter, DTensor)
-    ]
-    try:
-        for owner, leaf, parameter in held:
-            local = cast(DTensor, parameter).to_local()
-            # A plain tensor is not what the dict is declared to hold, but what forward reads.
-            owner._parameters[leaf] = local  # type: ignore[assignment]
-        yield
-    finally:
-        for owner, leaf, parameter in held:
-            owner._parameters[leaf] = parameter
-
-
-def _own_experts(parameter: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
-    whole = parameter.detach()
-    # A copy of its own: a view would keep all experts alive.
-    local = whole.chunk(mesh.size())[mesh.get_local_rank()].clone()
-    dtensor = DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
-    return nn.Parameter(dtensor, requires_grad=parameter.requires_grad)

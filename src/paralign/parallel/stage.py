@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from paralign.blueprint import Blueprint
+from paralign.contiguous import contiguous_gradient
 from paralign.loss import token_cross_entropy_sum
 from paralign.parallel.loss_chunks import ChunkedHead, checked_epilogue
 
@@ -96,7 +97,7 @@ class Stage(nn.Module):
         if self._is_first:
             x = self._blueprint.prologue(self, batch, context)
         else:
-            x = _contiguous_gradient(x)
+            x = contiguous_gradient(x)  # it is sent to the previous stage
         for name in self._layer_names:
             x = self._blueprint.layer(self.get_submodule(name), x, context)
         if self._is_last:
@@ -110,23 +111,6 @@ class Stage(nn.Module):
 
 def _is_strided(x: Tensor) -> bool:
     return x._is_view() or not x.is_contiguous()
-
-
-class _ContiguousGradient(torch.autograd.Function):
-    """Identity whose gradient is contiguous, because the gradient is sent to the previous stage."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        return grads[0].contiguous()
-
-
-def _contiguous_gradient(x: Tensor) -> Tensor:
-    result: Tensor = _ContiguousGradient.apply(x)  # type: ignore[no-untyped-call]
-    return result
 
 
 def _adopt(root: nn.Module, model: nn.Module, name: str) -> None:

@@ -18,8 +18,8 @@ Ref:
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from abc import abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -36,7 +36,7 @@ from paralign.collectives import (
 )
 from paralign.errors import ConfigError, LayoutError
 from paralign.parallel.tensor_overlap import Handoff
-from paralign.parallel.tensor_weights import Spread, local_of, spread_
+from paralign.parallel.tensor_weights import Spread, spread_
 
 
 @dataclass(frozen=True)
@@ -100,19 +100,19 @@ class TensorStyle(ParallelStyle):
         """``enter`` or ``leave`` when the stream does so here; empty: it does not."""
         return ""
 
+    @abstractmethod
     def spreads(self, module: nn.Module, degree: int) -> dict[str, Spread]:
         """Return how each parameter of ``module`` is spread; pure, works on the meta device."""
-        raise NotImplementedError
 
     def problems(self, module: nn.Module, degree: int) -> list[str]:
         """Return why ``module`` cannot have this style over ``degree`` ranks."""
         return []
 
+    @abstractmethod
     def run(
         self, module: nn.Module, call: Callable[..., Any], region: Region
     ) -> Callable[..., Any]:
         """Return what stands in front of ``call``, the module's own forward."""
-        raise NotImplementedError
 
     def apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         """Spread the parameters of ``module`` over a 1-D mesh, wrap its forward, and return it.
@@ -177,32 +177,3 @@ class Region:
         if self._cuts_sequence:
             return reduce_scatter_dim(x, dim=self.seq_dim, group=self.group)
         return all_reduce_forward(x, group=self.group)
-
-
-@contextmanager
-def local_parameters(
-    module: nn.Module, *, rows: tuple[int, int] | None = None, without: str | None = None
-) -> Iterator[None]:
-    """Let ``module`` see plain local tensors where it holds DTensors, with gradients.
-
-    Args:
-        module: Itself and everything below it.
-        rows: Start and length of the rows to see of each parameter; None: all.
-        without: Leaf name of a parameter to hide.
-    """
-    held = [
-        (owner, leaf, parameter)
-        for owner in module.modules()
-        for leaf, parameter in owner._parameters.items()
-        if parameter is not None
-    ]
-    try:
-        for owner, leaf, parameter in held:
-            local = local_of(parameter)
-            seen = local if rows is None else local.narrow(0, *rows)
-            # A plain tensor is not what the dict is declared to hold, but what forward reads.
-            owner._parameters[leaf] = None if leaf == without else seen  # type: ignore[assignment]
-        yield
-    finally:
-        for owner, leaf, parameter in held:
-            owner._parameters[leaf] = parameter

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from paralign.errors import LayoutError
-from paralign.parallel.tensor_base import Region, TensorStyle, local_parameters
+from paralign.local_weights import local_of, local_parameters
+from paralign.parallel.tensor_base import Region, TensorStyle
 from paralign.parallel.tensor_overlap import gathered_linears, scattered_linear
-from paralign.parallel.tensor_weights import Spread, local_of
+from paralign.parallel.tensor_weights import Spread
 
 
 class TokenWise(TensorStyle):

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+from paralign.local_weights import distribute, local_of
+
 
 @dataclass(frozen=True, kw_only=True)
 class Spread:
@@ -34,14 +36,6 @@ class Spread:
         return "replicate" if self.dim is None else f"shard({self.dim})"
 
 
-def local_of(tensor: Tensor) -> Tensor:
-    """Return the plain tensor that this rank holds of a DTensor, with its gradient."""
-    if isinstance(tensor, DTensor):
-        local: Tensor = tensor.to_local()
-        return local
-    return tensor
-
-
 def spread_(module: nn.Module, spreads: Mapping[str, Spread], mesh: DeviceMesh) -> None:
     """Replace parameters of ``module`` by DTensors over a 1-D mesh; every rank has equal ones.
 
@@ -61,26 +55,8 @@ def spread_(module: nn.Module, spreads: Mapping[str, Spread], mesh: DeviceMesh) 
         if isinstance(parameter, DTensor):
             continue
         if id(parameter) not in made:
-            made[id(parameter)] = _spread(parameter, spread, mesh)
+            made[id(parameter)] = distribute(parameter, spread.placement, mesh)
         owner.register_parameter(leaf, made[id(parameter)])
-
-
-def _spread(parameter: nn.Parameter, spread: Spread, mesh: DeviceMesh) -> nn.Parameter:
-    whole = parameter.detach()
-    local = whole
-    if spread.dim is not None:
-        local = whole.chunk(mesh.size(), spread.dim)[mesh.get_local_rank()]
-    # A copy of its own: a view would keep the whole parameter alive.
-    local = local.clone(memory_format=torch.contiguous_format)
-    dtensor = DTensor.from_local(
-        local,
-        mesh,
-        [spread.placement],
-        run_check=False,
-        shape=whole.shape,
-        stride=torch.empty(whole.shape, device="meta").stride(),
-    )
-    return nn.Parameter(dtensor, requires_grad=parameter.requires_grad)
 
 
 def is_replicated(parameter: Tensor, axis: str) -> bool:

@@ -22,14 +22,7 @@ from paralign.mesh import MESH_AXES, Axis
 from paralign.models.compose import structure_problems
 from paralign.parallel.data import Precision
 from paralign.parallel.support import Plan, rules
-from paralign.parallelize import (
-    check_experts,
-    check_loss_chunks,
-    check_recompute,
-    check_sharding,
-    check_tensor_plan,
-    resolve_plan,
-)
+from paralign.planning import settle_plan
 from paralign.prove.build import build_plans, build_recompute, build_tensor
 from paralign.prove.cost import RankCost, estimate
 from paralign.prove.cost_experts import active_parameters
@@ -56,23 +49,18 @@ def describe_plan(config: RunConfig, *, verbose: bool = False) -> RenderableType
         reduce=getattr(torch, config.precision.reduce),
     )
     degrees = config.mesh.degrees
-    recompute = build_recompute(config)
-    plan = resolve_plan(
+    tensor = build_tensor(config)
+    plan = settle_plan(
         model,
         degrees,
         blueprint,
         pipeline=pipeline,
         fsdp=fsdp,
         precision=precision,
+        tensor=tensor,
+        recompute=build_recompute(config),
         loss_chunks=config.loss.chunks,
-        recompute=recompute,
     )
-    check_sharding(model, blueprint, plan, fsdp)
-    tensor = build_tensor(config)
-    check_tensor_plan(model, blueprint, degrees, tensor)
-    check_experts(model, blueprint, degrees)
-    check_loss_chunks(model, blueprint, config.loss.chunks)
-    check_recompute(model, blueprint, recompute)
     declared = declare(model, blueprint, degrees=degrees, plan=plan, fsdp=fsdp, tensor=tensor)
     costs = estimate(model, blueprint, config=config, plan=plan, declared=declared)
     active = active_parameters(declared, model, blueprint, config)

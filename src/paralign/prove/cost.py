@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from paralign.all_to_all import travel_together
 from paralign.blueprint import Blueprint
-from paralign.collectives import travel_together
 from paralign.config.run import RunConfig
 from paralign.declaration import ParameterDeclaration
 from paralign.mesh import Axis, Degrees

@@ -17,7 +17,7 @@ from paralign.declaration import ParameterDeclaration
 from paralign.mesh import Axis
 from paralign.models.router import Router, named_routers
 from paralign.parallel.support import Plan
-from paralign.parallelize import expert_stacks
+from paralign.planning import expert_stacks
 from paralign.prove.traffic import Traffic, all_reduced, sent
 
 COUNT_BYTES = 8  # of a whole number that is counted

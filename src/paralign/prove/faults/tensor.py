@@ -14,7 +14,8 @@ import paralign.loss
 import paralign.program
 from paralign.batch import LocalBatch
 from paralign.collectives import all_gather_dim
-from paralign.parallel.tensor_base import Region, local_parameters
+from paralign.local_weights import local_parameters
+from paralign.parallel.tensor_base import Region
 from paralign.parallel.tensor_styles import ColumnParallel
 from paralign.parallel.tensor_weights import is_replicated, sum_partial_gradients
 from paralign.prove.fault import fault
