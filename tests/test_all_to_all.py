@@ -6,37 +6,24 @@ import itertools
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import Tensor
 
 from paralign import all_to_all
 from paralign.all_to_all import all_to_all_dims, fused_all_to_all_dims
 from paralign.errors import LayoutError
 from paralign.testing import run_on_ranks
-
-DEGREES = (1, 2, 3)
-
-
-def _world() -> tuple[dist.ProcessGroup, int, int]:
-    group = dist.group.WORLD
-    assert group is not None
-    return group, dist.get_rank(), dist.get_world_size()
-
-
-def _global(seed: int, *shape: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+from tests.test_collectives import DEGREES, seeded, world
 
 
 def _exchange_everywhere(pack_below: int) -> int:
     """Check every pair of dims against the global tensor; return how many were checked."""
     all_to_all._PACK_BELOW_BYTES = pack_below  # this process only
-    group, rank, n = _world()
+    group, rank, n = world()
     checked = 0
     for split_dim, concat_dim in itertools.permutations(range(4), 2):
         wholes = [
-            _global(seed, *(2 * n, 3 * n, 4 * n, n * width)) for seed, width in ((0, 5), (1, 3))
+            seeded(seed, *(2 * n, 3 * n, 4 * n, n * width)) for seed, width in ((0, 5), (1, 3))
         ]
-        grads = [_global(seed + 2, *whole.shape) for seed, whole in enumerate(wholes)]
+        grads = [seeded(seed + 2, *whole.shape) for seed, whole in enumerate(wholes)]
         pieces = [x.chunk(n, concat_dim)[rank].requires_grad_() for x in wholes]
         outputs = fused_all_to_all_dims(
             pieces, split_dim=split_dim, concat_dim=concat_dim, group=group
@@ -62,8 +49,8 @@ def test_all_to_all_exchanges_any_two_dims_and_back(degree: int, pack_below: int
 
 def _exchange_rows_of_one() -> bool:
     """One leading row: pieces are sent from, or received into, their final place."""
-    group, rank, n = _world()
-    whole = _global(0, 1, 4, 8, 5)
+    group, rank, n = world()
+    whole = seeded(0, 1, 4, 8, 5)
     tokens = whole.chunk(n, 2)[rank].contiguous().requires_grad_()
     heads = all_to_all_dims(tokens, split_dim=1, concat_dim=2, group=group)
     back = all_to_all_dims(heads, split_dim=2, concat_dim=1, group=group)
@@ -81,7 +68,7 @@ def test_all_to_all_there_and_back_is_the_identity(degree: int):
 
 
 def _refused() -> list[str]:
-    group, _, _ = _world()
+    group, _, _ = world()
     x, messages = torch.zeros(2, 3, 4), []
     for wrong in (
         lambda: all_to_all_dims(x, split_dim=1, concat_dim=2, group=group),

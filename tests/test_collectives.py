@@ -22,24 +22,24 @@ from paralign.testing import run_on_ranks
 DEGREES = (1, 2, 3)
 
 
-def _world() -> tuple[dist.ProcessGroup, int, int]:
+def world() -> tuple[dist.ProcessGroup, int, int]:
     group = dist.group.WORLD
     assert group is not None
     return group, dist.get_rank(), dist.get_world_size()
 
 
-def _global(seed: int, *shape: int) -> Tensor:
+def seeded(seed: int, *shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def _gather_and_reduce() -> tuple[float, float]:
-    group, rank, n = _world()
-    whole, worst = _global(0, 2, 3 * n, 4), 0.0
+    group, rank, n = world()
+    whole, worst = seeded(0, 2, 3 * n, 4), 0.0
     piece = whole.chunk(n, 1)[rank].requires_grad_()
     gathered = all_gather_dim(piece, dim=1, group=group)
     assert torch.equal(gathered, whole)
     # Every rank uses the gathered tensor with its own weights: the gradient is the sum over ranks.
-    weights = [_global(10 + r, *whole.shape) for r in range(n)]
+    weights = [seeded(10 + r, *whole.shape) for r in range(n)]
     gathered.backward(weights[rank])
     total = torch.stack(weights).sum(0)
     assert piece.grad is not None
@@ -48,7 +48,7 @@ def _gather_and_reduce() -> tuple[float, float]:
     term = weights[rank].requires_grad_()
     share = reduce_scatter_dim(term, dim=-2, group=group)
     off = float((share - total.chunk(n, 1)[rank]).abs().max())
-    grad = _global(20, *whole.shape)
+    grad = seeded(20, *whole.shape)
     share.backward(grad.chunk(n, 1)[rank])
     assert term.grad is not None
     assert torch.equal(term.grad, grad)
@@ -63,8 +63,8 @@ def test_gather_sums_gradients_and_reduce_scatter_gathers_them(degree: int):
 
 
 def _second_derivative() -> bool:
-    group, _, _ = _world()
-    x = _global(3, 2, 4, 4).requires_grad_()
+    group, _, _ = world()
+    x = seeded(3, 2, 4, 4).requires_grad_()
 
     def cubed(x: Tensor) -> Tensor:
         y = all_to_all_dims(x, split_dim=1, concat_dim=2, group=group)
@@ -81,7 +81,7 @@ def test_a_backward_can_be_differentiated_again():
 
 
 def _on_meta() -> list[tuple[int, ...]]:
-    group, _, _ = _world()
+    group, _, _ = world()
     x = torch.empty(2, 4, 6, device="meta")
     return [
         tuple(all_to_all_dims(x, split_dim=1, concat_dim=2, group=group).shape),
@@ -96,7 +96,7 @@ def test_on_meta_only_shapes_are_computed():
 
 
 def _refused() -> str:
-    group, _, _ = _world()
+    group, _, _ = world()
     with pytest.raises(LayoutError) as caught:
         reduce_scatter_dim(torch.zeros(2, 3, 4), dim=1, group=group)
     return str(caught.value)
@@ -111,13 +111,13 @@ def test_a_dim_that_does_not_divide_is_refused():
 
 
 def _sum_forward_and_backward() -> list[bool]:
-    group, rank, n = _world()
-    mine = [_global(seed, 3, 4).t() for seed in range(n)]  # strided, as a matmul may leave them
-    grad = _global(9, 4, 3)
+    group, rank, n = world()
+    mine = [seeded(seed, 3, 4).t() for seed in range(n)]  # strided, as a matmul may leave them
+    grad = seeded(9, 4, 3)
     x = mine[rank].clone().requires_grad_()
     total = all_reduce_forward(x, group=group)
     total.backward(grad)
-    y = _global(7, 4, 3).requires_grad_()
+    y = seeded(7, 4, 3).requires_grad_()
     same = all_reduce_backward(y, group=group)
     same.backward(mine[rank])
     assert x.grad is not None and y.grad is not None
@@ -139,10 +139,10 @@ def test_a_sum_passes_its_gradient_on_and_a_copy_sums_it(degree: int):
 
 def _send_rows() -> bool:
     """Send ``(r + 2 * other) % 3`` rows to each other rank: none to some."""
-    group, rank, n = _world()
+    group, rank, n = world()
 
     def rows(sender: int, receiver: int) -> Tensor:
-        return _global(10 * sender + receiver, 4, 2)[: (sender + 2 * receiver) % 3]
+        return seeded(10 * sender + receiver, 4, 2)[: (sender + 2 * receiver) % 3]
 
     send = [len(rows(rank, other)) for other in range(n)]
     receive = [len(rows(other, rank)) for other in range(n)]

@@ -120,14 +120,19 @@ def reduce_scatter_dim(x: Tensor, *, dim: int, group: dist.ProcessGroup) -> Tens
         LayoutError: ``dim`` does not divide by the number of ranks.
     """
     degree = dist.get_world_size(group)
+    check_divides(x, dim, degree)
+    chunks = torch.stack(x.chunk(degree, dim))
+    reduced: Tensor = _ReduceScatterStack.apply(group, chunks)  # type: ignore[no-untyped-call]
+    return reduced
+
+
+def check_divides(x: Tensor, dim: int, degree: int) -> None:
+    """Raise ``LayoutError`` unless ``dim`` of ``x`` splits evenly over ``degree`` ranks."""
     if x.shape[dim] % degree:
         raise LayoutError(
             f"dim={dim} of shape {list(x.shape)} does not split evenly over {degree} ranks "
             f"(remainder {x.shape[dim] % degree}). Pad it to a multiple of {degree}."
         )
-    chunks = torch.stack(x.chunk(degree, dim))
-    reduced: Tensor = _ReduceScatterStack.apply(group, chunks)  # type: ignore[no-untyped-call]
-    return reduced
 
 
 def all_reduce_forward(x: Tensor, *, group: dist.ProcessGroup) -> Tensor:

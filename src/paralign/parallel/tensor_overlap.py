@@ -23,7 +23,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from paralign.errors import LayoutError
+from paralign.collectives import check_divides
 
 NUM_CHUNKS = 4  # of a rank's tokens, or as many as it has tokens
 
@@ -57,12 +57,7 @@ def scattered_linear(x: Tensor, weight: Tensor, *, dim: int, group: dist.Process
     Raises:
         LayoutError: ``dim`` does not divide by the number of ranks.
     """
-    degree = dist.get_world_size(group)
-    if x.shape[dim] % degree:
-        raise LayoutError(
-            f"dim={dim} of shape {list(x.shape)} does not split evenly over {degree} ranks "
-            f"(remainder {x.shape[dim] % degree}). Pad it to a multiple of {degree}."
-        )
+    check_divides(x, dim, dist.get_world_size(group))
     out: Tensor = _ScatteredLinear.apply(dim, group, x, weight)  # type: ignore[no-untyped-call]
     return out
 
