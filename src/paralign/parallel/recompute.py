@@ -207,12 +207,12 @@ class _Promise:
     place: tuple[tuple[int, ...], tuple[int, ...], int]  # shape, strides, offset
     requires_grad: bool
 
-    def keep(self) -> Tensor:
+    def redeem(self) -> Tensor:
         return self.region.again()[self.index].as_strided(*self.place)
 
 
 def _fetch(saved: Tensor | _Promise) -> Tensor:
-    return saved.keep() if isinstance(saved, _Promise) else saved
+    return saved.redeem() if isinstance(saved, _Promise) else saved
 
 
 class _Part:
@@ -297,7 +297,7 @@ class _Region:
     def _argument(kept: Any) -> Any:
         if not isinstance(kept, _Promise):
             return kept
-        return kept.keep().requires_grad_(kept.requires_grad)
+        return kept.redeem().requires_grad_(kept.requires_grad)
 
 
 def _tensors(out: Any) -> list[Tensor]:

@@ -72,6 +72,7 @@ TRAITS: Mapping[str, Callable[[RunConfig], bool]] = {
     "ulysses": lambda config: config.context.ulysses_degree != 1,
     "untied": lambda config: config.model.hyper_parameters.get("tie_embeddings") is not True,
     "tied": lambda config: config.model.hyper_parameters.get("tie_embeddings") is True,
+    "whole_head": lambda config: config.mesh.tp == 1 and config.loss.chunks == 1,
     "shared_heads": lambda config: _num_kv_heads(config) < config.mesh.tp,
     "virtual_stages": lambda config: (config.pipeline.stages_per_rank or 1) > 1,
 }
@@ -141,7 +142,8 @@ def fault(
 
     Args:
         needs: Mesh axes that must have more than one rank, and any of accumulation, padding, clip,
-            steps, adamw, gathered_kv, ulysses, tied, virtual_stages. A config that lacks one skips
+            steps, adamw, gathered_kv, ulysses, tied, untied, whole_head, shared_heads,
+            virtual_stages. A config that lacks one skips
             the fault.
         component: Where the fault is: data, config, weights, forward, loss, backward, reduction,
             clipping, optimizer or state.

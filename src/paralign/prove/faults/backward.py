@@ -43,7 +43,7 @@ def the_first_micro_batch_is_lost(run: FaultRun) -> None:
     _only_some_micro_batches_count(run, lambda number: number > 0)
 
 
-@fault(needs={"accumulation"}, component="backward", cause="missing_contribution")
+@fault(needs={"accumulation", "whole_head"}, component="backward", cause="missing_contribution")
 def the_head_lacks_a_micro_batch(run: FaultRun) -> None:
     """The head's weight is reduced before the last micro-batch has added its gradient."""
     pieces = run.config.pipeline.num_microbatches

@@ -8,11 +8,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from paralign.parallel.tensor_weights import is_replicated
 from paralign.prove.fault import fault
 from paralign.prove.fault_run import FaultRun
 from paralign.prove.faults.pieces import local_gradients
 
-MODEL_AXES = ("pp", "dp_shard", "cp")  # parameters are spread over these
+MODEL_AXES = ("pp", "dp_shard", "cp", "tp")  # parameters are spread over these
 
 
 def _norm_over(
@@ -21,14 +22,20 @@ def _norm_over(
     counts: Callable[[str], bool] = lambda name: True,
     *,
     count_tied: bool = False,
+    count_copies: bool = False,
 ) -> None:
-    """Let the gradient norm be that of what the ranks of ``axes`` hold."""
+    """Let the gradient norm be that of what the ranks of ``axes`` hold.
+
+    What every tp rank holds counts once, or with ``count_copies`` on each of them.
+    """
     aliases = {} if count_tied else run.program.tied_aliases
+    copies = 1 if count_copies or "tp" not in axes else run.mesh["tp"].size()
 
     def norm() -> Tensor:
         squares = torch.zeros((), dtype=torch.float64)
-        for _, grad in local_gradients(run, lambda n: n not in aliases and counts(n)):
-            squares += grad.double().square().sum()
+        for name, grad in local_gradients(run, lambda n: n not in aliases and counts(n)):
+            held = copies if is_replicated(run.parameters[name], "tp") else 1
+            squares += grad.double().square().sum() / held
         for axis in axes:
             dist.all_reduce(squares, group=run.mesh[axis].get_group())
         return squares.sqrt()
@@ -64,6 +71,18 @@ def norm_of_the_own_cp_ranks_shards(run: FaultRun) -> None:
 def norm_counts_every_replica(run: FaultRun) -> None:
     """The squares are summed over the world, so that each replica counts again."""
     _norm_over(run, (*MODEL_AXES, "dp_replicate"))
+
+
+@fault(needs={"tp", "clip"}, component="clipping", axes={"tp"}, cause="wrong_norm")
+def norm_counts_replicated_weights_on_every_tp_rank(run: FaultRun) -> None:
+    """Squares are summed over tp, so that what every rank holds counts once for each rank."""
+    _norm_over(run, MODEL_AXES, count_copies=True)
+
+
+@fault(needs={"tp", "clip"}, component="clipping", axes={"tp"}, cause="wrong_norm")
+def norm_of_the_own_tp_parts(run: FaultRun) -> None:
+    """The norm is not summed over tp, so that each rank clips by its own part."""
+    _norm_over(run, _without("tp"))
 
 
 @fault(needs={"pp", "tied", "clip"}, component="clipping", axes={"pp"}, cause="wrong_norm")

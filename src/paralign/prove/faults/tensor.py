@@ -20,7 +20,7 @@ from paralign.parallel.tensor_styles import ColumnParallel
 from paralign.parallel.tensor_weights import is_replicated, sum_partial_gradients
 from paralign.prove.fault import fault
 from paralign.prove.fault_run import FaultRun
-from paralign.prove.faults.pieces import is_norm, local, local_gradients
+from paralign.prove.faults.pieces import is_norm, local
 
 SEQUENCE = 1  # the dim of the stream [B, S, H] that tp cuts
 
@@ -199,40 +199,6 @@ def loss_is_averaged_over_tp(run: FaultRun) -> None:
             return right(ctx, *(grad / degree for grad in grads))
 
     run.patch(paralign.loss, "_ShardedCrossEntropy", Averaged)
-
-
-def _norm(run: FaultRun, *, copies: int, over_tp: bool) -> None:
-    """Let what every tp rank holds count so often, and what is cut count on this rank or on all."""
-
-    def norm() -> Tensor:
-        squares = torch.zeros((), dtype=torch.float64)
-        for name, grad in local_gradients(run, lambda n: n not in run.program.tied_aliases):
-            weight = copies if is_replicated(run.parameters[name], "tp") else 1
-            squares += weight * grad.double().square().sum()
-        degree = run.mesh["tp"].size()
-        if over_tp:
-            squares = torch.zeros((), dtype=torch.float64)
-            for name, grad in local_gradients(run, lambda n: n not in run.program.tied_aliases):
-                whole = is_replicated(run.parameters[name], "tp")
-                squares += (copies / degree if whole else 1) * grad.double().square().sum()
-            dist.all_reduce(squares, group=run.mesh["tp"].get_group())
-        for axis in ("pp", "dp_shard", "cp"):
-            dist.all_reduce(squares, group=run.mesh[axis].get_group())
-        return squares.sqrt()
-
-    run.patch(run.program, "grad_norm", norm)
-
-
-@fault(needs={"tp", "clip"}, component="clipping", axes={"tp"}, cause="wrong_norm")
-def norm_counts_replicated_weights_on_every_tp_rank(run: FaultRun) -> None:
-    """Squares are summed over tp, so that norms of the model count once for each rank."""
-    _norm(run, copies=run.mesh["tp"].size(), over_tp=True)
-
-
-@fault(needs={"tp", "clip"}, component="clipping", axes={"tp"}, cause="wrong_norm")
-def norm_of_the_own_tp_parts(run: FaultRun) -> None:
-    """The norm is not summed over tp, so that each rank clips by its own part."""
-    _norm(run, copies=1, over_tp=False)
 
 
 @fault(needs={"tp"}, component="weights", axes={"tp"}, cause="rng")
