@@ -112,6 +112,8 @@ class OwnBlueprint(pa.Blueprint):
     layers_name = "blocks"
     epilogue_names = ("final_norm", "lm_head")
     head_name = "lm_head"
+    stream_sources = ("embedding",)
+    stream_readers = ("blocks.*.norm1", "blocks.*.norm2", "final_norm")
 
     def context(self, batch: Batch, *, seq_len: int) -> Tensor:  # noqa: D102
         # Global, whatever slice of the sequence this rank holds.

@@ -211,7 +211,7 @@ class Outcome:
 
 
 def _reference_key(config: RunConfig) -> str:
-    names = {"model", "batch", "data", "optimizer", "align"}
+    names = {"model", "batch", "data", "optimizer", "align", "precision"}
     return config.model_dump_json(include=names)
 
 

@@ -37,6 +37,7 @@ ALONE = {"align": {"errors", "layout"}, "launch": {"errors", "requirements"}}
 AXES = [
     {"context", "context_"},
     {"tensor", "tensor_"},
+    {"data", "precision"},
     {"pipeline", "stage", "stages", "support", "tied", "gradients", "loss_chunks"},
 ]
 

@@ -52,6 +52,14 @@ class Blueprint(ABC):
     """The module that the epilogue ends with: from ``[B, S_local, D]`` it makes the logits, which
     the epilogue returns as they are. Needed for a loss in chunks."""
 
+    stream_sources: tuple[str, ...] = ()
+    """Patterns of the modules whose output starts the residual stream. Needed for a stream in
+    another dtype than layers compute in."""
+
+    stream_readers: tuple[str, ...] = ()
+    """Patterns of the modules that take the residual stream as their first input: norms. Nothing
+    else may compute with it. Needed as ``stream_sources``."""
+
     unused_parameters: tuple[str, ...] = ()
     """Glob patterns of parameters that get no gradient in training."""
 

@@ -28,6 +28,7 @@ from paralign.models.compose import structure_problems
 from paralign.models.router import named_biases, named_routers
 from paralign.parallel.data import FSDP, Precision, ReductionCounter, apply_fsdp, plan_units
 from paralign.parallel.pipeline import Pipeline, PipelineRuntime
+from paralign.parallel.precision import apply_precision
 from paralign.parallel.recompute import Recompute, apply_recompute
 from paralign.parallel.stage import Stage, meta_copy
 from paralign.parallel.stages import rank_of_stage, split_layers, stages_of_rank
@@ -135,6 +136,7 @@ def parallelize(
         _check_same_weights(model, degrees)
 
     skeleton = meta_copy(model, precision.compute)
+    apply_precision(skeleton, blueprint, precision)
     stages, pairs = _split(model, mesh, blueprint, plan)
     untie(stages, pairs)
     counter = ReductionCounter()
@@ -142,6 +144,7 @@ def parallelize(
     for index, stage in stages.items():
         if not is_meta:
             stage.to(device)
+        apply_precision(stage, blueprint, precision)
         if degrees.tp > 1:
             partial_over_tp |= apply_tensor(
                 stage, mesh[str(Axis.TP)], plan=blueprint.tensor_parallel(), options=tensor
@@ -178,6 +181,7 @@ def parallelize(
         mesh=mesh,
         device=device,
         stream_parts=stream_parts,
+        stream_dtype=precision.residual,
     )
     return Program(
         stages=stages,

@@ -19,6 +19,7 @@ from paralign.parallel.data import FSDP, Precision, check_units, plan_units
 from paralign.parallel.expert import ExpertParallel
 from paralign.parallel.loss_chunks import head_problems
 from paralign.parallel.pipeline import Pipeline
+from paralign.parallel.precision import precision_problems
 from paralign.parallel.recompute import Recompute, recompute_problems
 from paralign.parallel.stages import split_layers
 from paralign.parallel.support import Plan, problems, resolve_reshard
@@ -58,6 +59,7 @@ def settle_plan(
     check_tensor_plan(model, blueprint, degrees, tensor)
     check_experts(model, blueprint, degrees)
     check_loss_chunks(model, blueprint, loss_chunks)
+    check_precision(model, blueprint, precision)
     check_recompute(model, blueprint, recompute)
     return plan
 
@@ -174,6 +176,19 @@ def check_loss_chunks(model: nn.Module, blueprint: Blueprint, loss_chunks: int) 
         return
     if found := head_problems(model, blueprint, f"loss_chunks={loss_chunks}"):
         raise ConfigError.from_problems("the loss cannot be computed in chunks", found)
+
+
+def check_precision(model: nn.Module, blueprint: Blueprint, precision: Precision) -> None:
+    """Check that every part that is to stay in float32 can.
+
+    Raises:
+        ConfigError: All problems are listed.
+    """
+    found = precision_problems(model, blueprint, precision)
+    if precision.logits is not None:
+        found += head_problems(model, blueprint, "logits=float32")
+    if found:
+        raise ConfigError.from_problems("the precision cannot be honoured", found)
 
 
 def expert_stacks(

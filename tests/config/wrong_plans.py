@@ -155,6 +155,13 @@ PLANS = [
         fix="Use num_microbatches=1",
     ),
     wrong_set(
+        "a_part_that_is_in_float32_anyway",
+        "precision.residual=float32",
+        value="precision.residual=float32",
+        rule="has no effect on precision.compute=float32, and no setting is ignored",
+        fix="Remove residual, or use compute: bfloat16",
+    ),
+    wrong_set(
         "more_loss_chunks_than_tokens",
         "loss.chunks=40",
         value="loss.chunks=40",

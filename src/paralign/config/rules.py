@@ -223,6 +223,16 @@ def _stream(config: RunConfig) -> Iterator[str]:
         )
 
 
+def _parts(facts: Facts) -> Iterator[str]:
+    precision = facts.config.precision
+    for part in ("softmax", "logits", "residual"):
+        if getattr(precision, part) == "float32" and precision.compute != "bfloat16":
+            yield (
+                f"precision.{part}=float32 has no effect on precision.compute={precision.compute}, "
+                f"and no setting is ignored. Remove {part}, or use compute: bfloat16."
+            )
+
+
 def _loss(facts: Facts) -> Iterator[str]:
     config, chunks = facts.config, facts.config.loss.chunks
     if chunks == 1:
@@ -350,6 +360,7 @@ RULES = (
     Rule(needs=("model", "data.tokenizer"), check=_vocabulary),
     Rule(needs=("data.source",), check=_source),
     Rule(needs=("data.source", "batch"), check=_source_length),
+    Rule(needs=("precision",), check=_parts),
     Rule(needs=("optimizer",), check=_optimizer),
     Rule(needs=("fsdp.wrap",), check=_units),
 )

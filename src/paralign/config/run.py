@@ -15,6 +15,7 @@ from paralign.parallel.stages import SCHEDULES
 T = TypeVar("T")
 
 Dtype = Literal["float64", "float32", "bfloat16"]
+Part = Literal["compute", "float32"]  # a part of the model: as the rest, or in float32
 Count = Annotated[int, Field(ge=1)]
 Natural = Annotated[int, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -44,6 +45,16 @@ def _count(default: int, meaning: str, *, example: str = "2") -> int:
 def _dtype(default: Dtype, meaning: str) -> Dtype:
     names = "float64, float32, bfloat16"
     return _key(default, meaning, expects=f"one of {names}", example=str(default), words=names)
+
+
+def _part(meaning: str) -> Part:
+    return _key(
+        "compute",
+        f"{meaning}: as compute, or in float32",
+        expects="compute or float32",
+        example="compute",
+        words="compute, float32",
+    )
 
 
 def _tuples(value: Any) -> Any:
@@ -256,7 +267,10 @@ class PrecisionSection(Section):
     """Which dtype each part of the training step works in."""
 
     compute: Dtype = _dtype("float32", "forward and backward")
-    reduce: Dtype = _dtype("float32", "sums of gradients over ranks")
+    reduce: Dtype = _dtype("float32", "sums of gradients over micro-batches and ranks")
+    softmax: Part = _part("attention scores, their softmax and the weighted sum")
+    logits: Part = _part("the product with the head's weight")
+    residual: Part = _part("the stream that layers add to, and norms of it")
 
 
 class OptimizerSection(Section):

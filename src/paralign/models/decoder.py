@@ -42,6 +42,8 @@ class DecoderBlueprint(Blueprint):
     layers_name = "layers"
     epilogue_names = ("norm", "head")
     head_name = "head"
+    stream_sources = ("embedding",)
+    stream_readers = ("layers.*.attention_norm", "layers.*.ffn_norm", "norm")
 
     def __init__(
         self, *, num_layers: int, init_std: float, residual_names: tuple[str, ...]

@@ -8,7 +8,7 @@ backward pass, so no average whose meaning depends on an axis size is left anywh
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from difflib import get_close_matches
 
 import torch
@@ -19,6 +19,8 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from paralign.errors import LayoutError
 from paralign.mesh import Axis, expert_mesh, fold
 
+# Fields of a precision: parts of the model that may stay in float32.
+PARTS = ("softmax", "logits", "residual")
 ROOT_UNIT = ""  # the unit of everything that no other unit holds
 
 
@@ -47,10 +49,18 @@ class Precision:
         compute: Dtype of parameters and activations in forward and backward; None: the parameters'
             own.
         reduce: Dtype in which gradients are accumulated and reduced; None: the parameters' own.
+        softmax: float32: attention scores, their softmax and the weighted sum; None: as the
+            attention core does it in the compute dtype.
+        logits: float32: the product with the head's weight; None: the compute dtype. The loss is
+            computed in float32 at least, whatever this is.
+        residual: float32: the stream that layers add to, and norms of it; None: the compute dtype.
     """
 
     compute: torch.dtype | None = None
     reduce: torch.dtype | None = None
+    softmax: torch.dtype | None = None
+    logits: torch.dtype | None = None
+    residual: torch.dtype | None = None
 
 
 class ReductionCounter:
@@ -178,9 +188,13 @@ def apply_fsdp(
         counter: Told about every reduction.
         label: Prefix of unit names in ``counter``, to tell a rank's stages apart.
     """
-    policy = MixedPrecisionPolicy(param_dtype=precision.compute, reduce_dtype=precision.reduce)
-    # Weights of a token's experts stay in the router's dtype.
-    expert_policy = replace(policy, cast_forward_inputs=False)
+    policy = MixedPrecisionPolicy(
+        param_dtype=precision.compute,
+        reduce_dtype=precision.reduce,
+        # A unit's inputs are the stream, which has its own dtype, the context (positions, token
+        # weights) and the weights of a token's experts, which one device does not round either.
+        cast_forward_inputs=False,
+    )
 
     rest = [name for name, _ in stage.named_parameters()]
 
@@ -191,7 +205,7 @@ def apply_fsdp(
             modules if len(modules) > 1 else modules[0],
             mesh=experts_mesh(mesh) if is_expert else fsdp_mesh(mesh),
             reshard_after_forward=reshard_after_forward,
-            mp_policy=expert_policy if is_expert else policy,
+            mp_policy=policy,
         )
         owner = modules[0]
         assert isinstance(owner, FSDPModule)

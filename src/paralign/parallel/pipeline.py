@@ -57,6 +57,7 @@ class PipelineRuntime:
         mesh: The run's mesh.
         device: Where the stages are.
         stream_parts: Ranks that share a rank's tokens between stages: tp with sequence parallel.
+        stream_dtype: What the stream between layers must be in, where it was asked for.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class PipelineRuntime:
         mesh: DeviceMesh,
         device: torch.device,
         stream_parts: int = 1,
+        stream_dtype: torch.dtype | None = None,
     ) -> None:
         assert plan.num_layers is not None
         self._stages = dict(stages)
@@ -79,6 +81,7 @@ class PipelineRuntime:
         self._group = mesh[str(Axis.PP)].get_group()
         self._device = device
         self._stream_parts = stream_parts
+        self._stream_dtype = stream_dtype
         self._schedules: dict[tuple[int, int], Any] = {}  # (rows, local sequence) -> schedule
         self._normaliser = 1.0
 
@@ -142,6 +145,7 @@ class PipelineRuntime:
             local_seq=local_seq,
             stream_parts=self._stream_parts,
             chunks_loss=self._plan.loss_chunks > 1,
+            stream_dtype=self._stream_dtype,
         )
         stages = [
             PipelineStage(

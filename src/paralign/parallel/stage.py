@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from paralign.blueprint import Blueprint
 from paralign.contiguous import contiguous_gradient
+from paralign.errors import ConfigError
 from paralign.loss import token_cross_entropy_sum
 from paralign.parallel.loss_chunks import ChunkedHead, checked_epilogue
 
@@ -157,6 +158,7 @@ def boundary_tensors(
     local_seq: int,
     stream_parts: int = 1,
     chunks_loss: bool = False,
+    stream_dtype: torch.dtype | None = None,
 ) -> list[tuple[Tensor, Tensor]]:
     """Return each stage's input and output as meta tensors, so that no stage runs to find shapes.
 
@@ -171,14 +173,15 @@ def boundary_tensors(
         local_seq: Tokens of a row that one rank is fed.
         stream_parts: Ranks that share these tokens between blocks: tp with sequence parallel.
         chunks_loss: The loss will be computed in chunks of the head's output.
+        stream_dtype: What the stream between layers must be in, where it was asked for.
 
     Raises:
-        ConfigError: The epilogue cannot be run in chunks.
+        ConfigError: The epilogue cannot be run in chunks, or the stream is in another dtype.
     """
     entry = torch.empty(rows, local_seq, dtype=torch.int64, device="meta")
     tokens = entry[:, : local_seq // stream_parts]
     batch = {"tokens": tokens, "positions": tokens, "labels": tokens}
-    return list(_walk(skeleton, blueprint, splits, batch, entry, chunks_loss))
+    return list(_walk(skeleton, blueprint, splits, batch, entry, chunks_loss, stream_dtype))
 
 
 def _walk(
@@ -188,15 +191,18 @@ def _walk(
     batch: dict[str, Tensor],
     entry: Tensor,
     chunks_loss: bool,
+    stream_dtype: torch.dtype | None,
 ) -> Iterator[tuple[Tensor, Tensor]]:
     # The skeleton is not parallel: to it the rank's part of the sequence is the whole of it.
     context = blueprint.context(batch, seq_len=batch["tokens"].shape[1])
     with torch.no_grad():
         x = blueprint.prologue(skeleton, batch, context)
+        _check_stream("the prologue", x, stream_dtype)
         for number, layers in enumerate(splits):
             for index in layers:
                 layer = skeleton.get_submodule(f"{blueprint.layers_name}.{index}")
                 x = blueprint.layer(layer, x, context)
+                _check_stream(f"{blueprint.layers_name}.{index}", x, stream_dtype)
             if number == len(splits) - 1:
                 epilogue, labels = (
                     partial(blueprint.epilogue, skeleton, x, context),
@@ -210,6 +216,15 @@ def _walk(
                 x = token_cross_entropy_sum(logits, labels)
             yield entry, _like(x)
             entry = _like(x)
+
+
+def _check_stream(piece: str, x: Tensor, dtype: torch.dtype | None) -> None:
+    if dtype is not None and x.dtype != dtype:
+        raise ConfigError(
+            f"residual={dtype}: {piece} returns {x.dtype}, so the stream does not keep its dtype. "
+            "Name what starts it in the blueprint's stream_sources and every module that takes it "
+            "as input in stream_readers, or leave residual out."
+        )
 
 
 def _like(x: Tensor) -> Tensor:

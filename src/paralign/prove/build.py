@@ -12,7 +12,7 @@ from paralign.blueprint import Blueprint
 from paralign.config.model_choice import build_model
 from paralign.config.run import OptimizerSection, RunConfig
 from paralign.models.router import named_biases
-from paralign.parallel.data import FSDP, Precision
+from paralign.parallel.data import FSDP, PARTS, Precision
 from paralign.parallel.pipeline import Pipeline
 from paralign.parallel.recompute import Recompute
 from paralign.parallel.tensor_base import TensorParallel
@@ -30,29 +30,61 @@ class Numerics:
         master: Dtype of parameters, optimizer state and recorded gradients.
         compute: Dtype of forward and backward.
         reduce: Dtype in which gradients are accumulated over micro-batches and reduced over ranks.
+        softmax: Dtype of attention, where it is wider than ``compute``.
+        logits: Dtype of the head, likewise.
+        residual: Dtype of the residual stream, likewise.
     """
 
     name: str
     master: torch.dtype
     compute: torch.dtype
     reduce: torch.dtype
+    softmax: torch.dtype | None = None
+    logits: torch.dtype | None = None
+    residual: torch.dtype | None = None
 
     @property
     def precision(self) -> Precision:
         """The same, as ``parallelize`` takes it: None where nothing is cast."""
         if self.compute == self.master == self.reduce:
             return Precision()
-        return Precision(compute=self.compute, reduce=self.reduce)
+        return Precision(
+            compute=self.compute,
+            reduce=self.reduce,
+            softmax=self.softmax,
+            logits=self.logits,
+            residual=self.residual,
+        )
 
 
 def numerics(name: str, config: RunConfig) -> Numerics:
-    """Return the dtypes of a run in ``name``; bfloat16 keeps float32 weights."""
+    """Return the dtypes of a run in ``name``; bfloat16 keeps float32 weights.
+
+    Parts that stay in float32 do so below it only: in float32 and float64 all parts are alike.
+    """
     if name != "bfloat16":
         dtype = getattr(torch, name)
         return Numerics(name=name, master=dtype, compute=dtype, reduce=dtype)
     is_low = config.precision.reduce == "bfloat16"
     reduce = torch.bfloat16 if is_low else torch.float32
-    return Numerics(name=name, master=torch.float32, compute=torch.bfloat16, reduce=reduce)
+    return Numerics(
+        name=name, master=torch.float32, compute=torch.bfloat16, reduce=reduce, **_parts(config)
+    )
+
+
+def build_precision(config: RunConfig) -> Precision:
+    """Return the dtypes of the training step that ``config`` describes."""
+    section = config.precision
+    return Precision(
+        compute=getattr(torch, section.compute),
+        reduce=getattr(torch, section.reduce),
+        **_parts(config),
+    )
+
+
+def _parts(config: RunConfig) -> dict[str, torch.dtype | None]:
+    chosen = {part: getattr(config.precision, part) for part in PARTS}
+    return {part: torch.float32 if dtype == "float32" else None for part, dtype in chosen.items()}
 
 
 def build_pieces(config: RunConfig, dtype: torch.dtype) -> tuple[nn.Module, Blueprint]:

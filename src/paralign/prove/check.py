@@ -20,10 +20,9 @@ from paralign.declaration import ParameterDeclaration, declare
 from paralign.errors import ConfigError
 from paralign.mesh import MESH_AXES, Axis
 from paralign.models.compose import structure_problems
-from paralign.parallel.data import Precision
 from paralign.parallel.support import Plan, rules
 from paralign.planning import settle_plan
-from paralign.prove.build import build_plans, build_recompute, build_tensor
+from paralign.prove.build import build_plans, build_precision, build_recompute, build_tensor
 from paralign.prove.cost import RankCost, estimate
 from paralign.prove.cost_experts import active_parameters
 from paralign.prove.rows import ranges, rows_of
@@ -44,10 +43,7 @@ def describe_plan(config: RunConfig, *, verbose: bool = False) -> RenderableType
     if found := structure_problems(model, blueprint):
         raise ConfigError.from_problems("the blueprint does not describe the model", found)
     pipeline, fsdp, _ = build_plans(config)
-    precision = Precision(
-        compute=getattr(torch, config.precision.compute),
-        reduce=getattr(torch, config.precision.reduce),
-    )
+    precision = build_precision(config)
     degrees = config.mesh.degrees
     tensor = build_tensor(config)
     plan = settle_plan(

@@ -24,10 +24,11 @@ from paralign.mesh import Axis, Degrees
 from paralign.parallel.context import ContextParallel
 from paralign.parallel.context_rules import inner_degree, kv_repeats
 from paralign.parallel.data import ROOT_UNIT
+from paralign.parallel.precision import apply_precision
 from paralign.parallel.stage import boundary_tensors, meta_copy
 from paralign.parallel.stages import split_layers
 from paralign.parallel.support import Plan
-from paralign.prove.build import build_tensor
+from paralign.prove.build import build_precision, build_tensor
 from paralign.prove.cost_experts import ExpertWatch, expert_traffic
 from paralign.prove.cost_tensor import StreamWatch, tensor_traffic
 from paralign.prove.traffic import BYTES, Traffic, all_reduced, sent
@@ -297,6 +298,9 @@ class _Shapes:
         self.stream_parts = degrees.tp if options.sequence_parallel else 1
         style_plan = blueprint.tensor_parallel() if degrees.tp > 1 else {}
         self.stream = StreamWatch(skeleton, style_plan, options)
+        precision = build_precision(config)
+        # After the watch: what tp sends for the embedding is not in the stream's dtype yet.
+        apply_precision(skeleton, blueprint, precision)
         layers = [[f"{blueprint.layers_name}.{i}" for i in split] for split in self.splits]
         layers[0] += blueprint.prologue_names
         layers[-1] += blueprint.epilogue_names
@@ -314,6 +318,7 @@ class _Shapes:
             local_seq=config.batch.seq_len // degrees.cp,
             stream_parts=self.stream_parts,
             chunks_loss=plan.loss_chunks > 1,
+            stream_dtype=precision.residual,
         )
 
     def _watch(

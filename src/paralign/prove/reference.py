@@ -23,6 +23,8 @@ from paralign.models.router import (
     take_balance_loss,
     update_biases,
 )
+from paralign.parallel.precision import apply_precision
+from paralign.planning import check_precision
 from paralign.prove.build import (
     Numerics,
     build_data,
@@ -86,6 +88,8 @@ class ReferenceStep:
         self._num_rows = num_rows
         is_mixed = precision.compute != precision.master
         self._working = _lowered(model, precision.compute) if is_mixed else model
+        check_precision(model, blueprint, precision.precision)
+        apply_precision(self._working, blueprint, precision.precision)
 
     @property
     def working_model(self) -> nn.Module:
