@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
 
 import paralign as pa
 import paralign.parallel.data
@@ -24,6 +25,7 @@ from examples.own_model import OwnBlueprint, build
 from paralign.blueprint import Blueprint
 from paralign.config.run import RunConfig
 from paralign.errors import ConfigError
+from paralign.models.experts import Experts
 from paralign.parallel.data import PARTS, Precision
 from paralign.parallel.precision import apply_precision, precision_problems
 from paralign.parallel.stage import boundary_tensors, meta_copy
@@ -33,6 +35,7 @@ from paralign.prove.parallel import build_program
 from paralign.prove.reference import ReferenceStep
 from paralign.testing import run_on_ranks
 from tests import parity
+from tests.equivalence.test_moe import MODELS
 from tests.parity import PANGU, make_config, measure_all
 
 WIDE = torch.float32
@@ -191,16 +194,22 @@ def test_in_float32_and_float64_nothing_is_wrapped():
         assert precision == Precision()
 
 
+TWO = {"schedule": "GPipe", "num_microbatches": 2}
 # Mesh -> runs in one world. Four rows go through at once on one device and on every rank.
 RUNS: dict[str, list[dict[str, Any]]] = {
     "pp": [{"choice": choice} for choice in ("none", *CHOICES)]
     + [
         {"choice": "all", "model": PANGU},
         {"choice": "all", "loss": {"chunks": 1}, "fsdp": {"wrap": "root"}},
+        # What is computed again is computed in the same dtypes.
+        {"choice": "all", "recompute": {"parts": "block"}},
+        {"choice": "all", "recompute": {"parts": ["*_norm", "attention.core", "ffn.up"]}},
+        {"choice": "all", "model": MODELS["pangu_moe"], "recompute": {"parts": ["*_norm", "ffn"]}},
     ],
     "dp_shard": [
-        {"choice": choice, "pipeline": {"schedule": "GPipe", "num_microbatches": 2}}
+        {"choice": choice, "pipeline": TWO, "model": model}
         for choice in ("none", "all")
+        for model in (parity.BASE["model"], MODELS["mixtral"])
     ],
 }
 
@@ -294,20 +303,52 @@ BROKEN = {
 }
 
 
+SHARDED = {"mesh": {"dp_shard": 2}, "pipeline": {"schedule": "GPipe", "num_microbatches": 1}}
+# Broken in what way, on which run: one micro-batch a rank has nothing to add up but ranks.
+BROKEN_RUNS = {name: (name, {"mesh": {"pp": 2}}) for name in BROKEN} | {
+    "sums over ranks": ("sums", {**SHARDED, "batch": {"global_batch": 8}}),
+    "nothing, ranks": ("nothing", {**SHARDED, "batch": {"global_batch": 8}}),
+}
+
+
 def broken_gradients(name: str, config: RunConfig) -> dict[str, Tensor]:
     BROKEN[name]()
     program = build_program(config, numerics("bfloat16", config))
     program.step(program.shard(build_data(config).global_batch(0)))
-    return {n: parity._local(p.grad).clone() for n, p in program.named_parameters()}
+    grads = {n: p.grad for n, p in program.named_parameters()}
+    return {n: g.full_tensor() if isinstance(g, DTensor) else g for n, g in grads.items()}
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("name", BROKEN)
-def test_one_rank_with_another_policy_is_seen(name):
-    config = low("all", mesh={"pp": 2})
+@pytest.mark.parametrize("case", BROKEN_RUNS)
+def test_a_run_with_another_policy_is_seen(case):
+    name, sections = BROKEN_RUNS[case]
+    config = low("all", **sections)
     ours = run_on_ranks(broken_gradients, 2, name, config)
     error = worst(ours[0] | ours[1], one_device_gradients(config))
     assert error <= ONE_POLICY if name == "nothing" else error > OTHER_POLICY
+
+
+def dtypes_of_routing(config: RunConfig) -> set[str]:
+    """Return in what dtypes the experts of this rank see the weights of tokens."""
+    seen: set[str] = set()
+    real = Experts.forward
+
+    def watched(self: Experts, x: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
+        seen.add(f"{x.dtype} {weights.dtype}".replace("torch.", ""))
+        return real(self, x, indices, weights)
+
+    with mock.patch.object(Experts, "forward", watched):
+        program = build_program(config, numerics("bfloat16", config))
+        program.step(program.shard(build_data(config).global_batch(0)))
+    return seen
+
+
+@pytest.mark.ranks
+def test_experts_in_units_of_their_own_see_unrounded_weights_of_tokens():
+    config = low("all", mesh={"dp_shard": 2, "ep": 2}, model=MODELS["mixtral"])
+    for seen in run_on_ranks(dtypes_of_routing, 2, config):
+        assert seen == {"bfloat16 float32"}
 
 
 @pytest.mark.ranks
@@ -319,7 +360,9 @@ def test_clean_runs_are_aligned_by_the_float64_truth(choice):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("mesh", [{"cp": 2, "tp": 2}, {"pp": 2, "dp_shard": 2, "cp": 2}])
+@pytest.mark.parametrize(
+    "mesh", [{"cp": 2, "tp": 2}, {"pp": 2, "dp_shard": 2, "cp": 2}, {"dp_shard": 2, "tp": 2}]
+)
 @pytest.mark.parametrize("choice", ["none", *CHOICES])
 @pytest.mark.parametrize("model", ["llama", "pangu_moe"])
 def test_clean_runs_of_every_option_are_aligned(model, choice, mesh):

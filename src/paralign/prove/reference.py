@@ -1,6 +1,7 @@
 """The run that everything is compared with: one device, the model's own ``forward``, plain torch.
 
-Nothing parallel is imported here. The whole global batch goes through in chunks of rows, each
+Nothing that spreads a model is used here, only what it has in common with the parallel run: the
+parts that stay in float32. The whole global batch goes through in chunks of rows, each
 weighted by the global number of valid tokens, so that memory is that of a micro-batch.
 """
 
