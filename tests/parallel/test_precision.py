@@ -315,7 +315,7 @@ def broken_gradients(name: str, config: RunConfig) -> dict[str, Tensor]:
     BROKEN[name]()
     program = build_program(config, numerics("bfloat16", config))
     program.step(program.shard(build_data(config).global_batch(0)))
-    grads = {n: p.grad for n, p in program.named_parameters()}
+    grads = {n: p.grad for n, p in program.named_parameters() if p.grad is not None}
     return {n: g.full_tensor() if isinstance(g, DTensor) else g for n, g in grads.items()}
 
 
