@@ -10,8 +10,8 @@ from pathlib import Path
 
 from paralign.config.load import load_config
 from paralign.launch import current_world, join_world
-from paralign.prove.build import numerics
 from paralign.prove.parallel import run_parallel
+from paralign.train.build import numerics
 
 
 def main() -> int:

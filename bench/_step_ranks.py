@@ -18,7 +18,7 @@ from paralign.launch import report_event
 from paralign.models.llama.blueprint import LlamaBlueprint
 from paralign.models.llama.model import Llama
 from paralign.models.llama.presets import LlamaConfig
-from paralign.prove.build import initialise_whole
+from paralign.train.build import initialise_whole
 
 SEED = 0
 CLIP = 1.0

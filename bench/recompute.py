@@ -20,9 +20,8 @@ from typing import Any
 from bench._rounds import Times
 from paralign.config.load import resolve_config
 from paralign.config.run import RunConfig
-from paralign.prove.build import build_data, numerics
-from paralign.prove.parallel import build_program
 from paralign.testing import run_on_ranks
+from paralign.train.build import build_data, build_program, numerics
 
 SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS")
 CHOICES: dict[str, Any] = {

@@ -28,7 +28,7 @@ from paralign.align import record
 from paralign.config.load import load_config
 from paralign.config.run import RunConfig
 from paralign.loss import count_valid_tokens, token_cross_entropy_sum
-from paralign.prove.build import build_data, build_pieces, init_rule, initialise_whole
+from paralign.train.build import build_data, build_pieces, init_rule, initialise_whole
 
 EXAMPLE = Path("examples", "pp_fsdp_cp.yaml")
 SIDES: dict[str, tuple[str, ...]] = {

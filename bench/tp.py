@@ -23,9 +23,15 @@ from paralign.declaration import declare
 from paralign.mesh import build_mesh
 from paralign.parallel.data import Precision
 from paralign.planning import resolve_plan
-from paralign.prove.build import build_data, build_pieces, build_plans, build_tensor, numerics
-from paralign.prove.parallel import build_program
 from paralign.testing import run_on_ranks
+from paralign.train.build import (
+    build_data,
+    build_pieces,
+    build_plans,
+    build_program,
+    build_tensor,
+    numerics,
+)
 
 NUMBER = 4  # bytes of a float32
 RANKS = 4

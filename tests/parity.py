@@ -18,23 +18,23 @@ from torch import Tensor, nn
 
 from paralign.config.rules import find_problems
 from paralign.config.run import RunConfig
+from paralign.data.source import TokenSource
 from paralign.launch import report_event
 from paralign.layout import boxes, local_boxes
 from paralign.mesh import build_mesh
 from paralign.models.router import named_biases
 from paralign.program import Program
-from paralign.prove.build import (
+from paralign.prove.reference import ReferenceStep
+from paralign.testing import run_on_ranks
+from paralign.train.build import (
     build_data,
     build_optimizer,
     build_pieces,
+    build_program,
     init_rule,
     initialise_whole,
     numerics,
 )
-from paralign.prove.parallel import build_program
-from paralign.prove.reference import ReferenceStep
-from paralign.testing import run_on_ranks
-from paralign.train.data import TokenSource
 
 EPS = torch.finfo(torch.float64).eps
 # Correct runs stay under 10 eps; 100 leaves room for another summation order, not for a fault.

@@ -16,9 +16,15 @@ from paralign.mesh import Axis, Degrees, build_mesh
 from paralign.parallel.data import ROOT_UNIT, Precision
 from paralign.planning import resolve_plan
 from paralign.program import Program
-from paralign.prove.build import build_data, build_pieces, build_plans, build_tensor, numerics
-from paralign.prove.parallel import build_program
 from paralign.testing import run_on_ranks
+from paralign.train.build import (
+    build_data,
+    build_pieces,
+    build_plans,
+    build_program,
+    build_tensor,
+    numerics,
+)
 from tests import parity
 from tests.parity import GRAD_TOLERANCE, make_config
 

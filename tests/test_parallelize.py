@@ -13,15 +13,15 @@ from paralign.mesh import Degrees, build_mesh
 from paralign.parallel.data import FSDP
 from paralign.parallel.pipeline import Pipeline
 from paralign.parallelize import parallelize
-from paralign.prove.build import (
+from paralign.randomness import Init
+from paralign.testing import run_on_ranks
+from paralign.train.build import (
     build_pieces,
+    build_program,
     init_rule,
     initialise_whole,
     numerics,
 )
-from paralign.prove.parallel import build_program
-from paralign.randomness import Init
-from paralign.testing import run_on_ranks
 from tests import parity
 from tests.parity import LOSS_TOLERANCE, make_config
 

@@ -13,7 +13,7 @@ from paralign.parallel.data import FSDP, Precision
 from paralign.parallel.pipeline import Pipeline
 from paralign.parallel.support import Plan
 from paralign.planning import resolve_plan, stage_of_parameters
-from paralign.prove.build import build_pieces
+from paralign.train.build import build_pieces
 from tests import parity
 from tests.parity import make_config
 

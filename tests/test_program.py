@@ -15,15 +15,15 @@ from torch import Tensor, nn
 from paralign.config.run import RunConfig
 from paralign.mesh import build_mesh
 from paralign.program import Program
-from paralign.prove.build import (
+from paralign.prove.reference import ReferenceStep
+from paralign.testing import run_on_ranks
+from paralign.train.build import (
     build_pieces,
+    build_program,
     init_rule,
     initialise_whole,
     numerics,
 )
-from paralign.prove.parallel import build_program
-from paralign.prove.reference import ReferenceStep
-from paralign.testing import run_on_ranks
 from tests import parity
 from tests.parity import GRAD_TOLERANCE, LOSS_TOLERANCE, make_config
 

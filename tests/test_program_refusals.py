@@ -17,9 +17,8 @@ from paralign.loss import count_valid_tokens
 from paralign.mesh import build_mesh
 from paralign.models.rotary import rotary_tables
 from paralign.parallelize import parallelize
-from paralign.prove.build import build_pieces, build_plans, numerics
-from paralign.prove.parallel import build_program
 from paralign.testing import run_on_ranks
+from paralign.train.build import build_pieces, build_plans, build_program, numerics
 from tests.test_program import BATCHES, config_of
 
 

@@ -23,9 +23,9 @@ from paralign.parallel.context import ContextParallel
 from paralign.parallel.pipeline import PipelineRuntime
 from paralign.parallel.stage import Stage
 from paralign.program import Program
-from paralign.prove.build import build_pieces, numerics
 from paralign.prove.parallel import run_parallel
 from paralign.prove.steps import Run
+from paralign.train.build import build_pieces, numerics
 
 DP_SIZE = 2
 

@@ -8,8 +8,8 @@ from paralign.align import compare
 from paralign.errors import DataError, LayoutError
 from paralign.launch import run_ranks
 from paralign.parallel.context import ContextParallel
-from paralign.prove.build import numerics
 from paralign.prove.reference import run_reference
+from paralign.train.build import numerics
 from tests.equivalence.broken import run_broken
 from tests.parity import make_config
 

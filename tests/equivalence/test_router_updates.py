@@ -11,10 +11,9 @@ from torch import Tensor
 from paralign.config.run import RunConfig
 from paralign.errors import AlignError
 from paralign.models.router import named_biases
-from paralign.prove.build import build_pieces, init_rule, initialise_whole, numerics
-from paralign.prove.parallel import build_program
 from paralign.prove.reference import ReferenceStep
 from paralign.testing import run_on_ranks
+from paralign.train.build import build_pieces, build_program, init_rule, initialise_whole, numerics
 from tests.equivalence.test_moe import MODELS
 from tests.parity import make_config
 from tests.test_program import random_batch

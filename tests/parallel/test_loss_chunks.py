@@ -26,9 +26,8 @@ from paralign.parallel.loss_chunks import (
     head_problems,
 )
 from paralign.parallel.support import Decision, Plan, rules
-from paralign.prove.build import build_data, numerics
-from paralign.prove.parallel import build_program
 from paralign.testing import run_on_ranks
+from paralign.train.build import build_data, build_program, numerics
 from tests import parity
 from tests.parity import EPS, GRAD_TOLERANCE, PANGU, check_result, make_config, measure_all
 

@@ -9,9 +9,8 @@ from torch import Tensor, nn
 from paralign.mesh import build_mesh
 from paralign.parallel.pipeline import Pipeline
 from paralign.parallel.stage import Stage
-from paralign.prove.build import build_data, numerics
-from paralign.prove.parallel import build_program
 from paralign.testing import run_on_ranks
+from paralign.train.build import build_data, build_program, numerics
 from tests.parity import make_config
 
 SCHEDULES = [

@@ -30,10 +30,16 @@ from paralign.parallel.data import PARTS, Precision
 from paralign.parallel.precision import apply_precision, precision_problems
 from paralign.parallel.stage import boundary_tensors, meta_copy
 from paralign.planning import check_precision
-from paralign.prove.build import build_data, build_pieces, init_rule, initialise_whole, numerics
-from paralign.prove.parallel import build_program
 from paralign.prove.reference import ReferenceStep
 from paralign.testing import run_on_ranks
+from paralign.train.build import (
+    build_data,
+    build_pieces,
+    build_program,
+    init_rule,
+    initialise_whole,
+    numerics,
+)
 from tests import parity
 from tests.equivalence.test_moe import MODELS
 from tests.parity import PANGU, make_config, measure_all

@@ -29,9 +29,8 @@ from paralign.parallel.recompute import (
     callables_of,
     recompute_problems,
 )
-from paralign.prove.build import build_data, numerics
-from paralign.prove.parallel import build_program
 from paralign.testing import run_on_ranks
+from paralign.train.build import build_data, build_program, numerics
 from tests.parity import PANGU, make_config
 
 REPORTED = ("*_norm", "attention.project", "ffn.activate")

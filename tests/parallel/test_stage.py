@@ -11,7 +11,7 @@ from paralign.blueprint import Blueprint
 from paralign.loss import shift_labels, token_cross_entropy_sum
 from paralign.parallel.stage import Stage, boundary_tensors, meta_copy
 from paralign.parallel.stages import split_layers
-from paralign.prove.build import build_pieces, init_rule, initialise_whole
+from paralign.train.build import build_pieces, init_rule, initialise_whole
 from tests import parity
 from tests.parity import make_config
 

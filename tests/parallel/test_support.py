@@ -14,9 +14,8 @@ from paralign.parallel.stages import SCHEDULES, default_stages_per_rank, rank_of
 from paralign.parallel.stages import stages_of_rank as stages_of
 from paralign.parallel.support import Decision, Plan, problems, resolve_reshard, rules
 from paralign.program import Program
-from paralign.prove.build import build_data, numerics
-from paralign.prove.parallel import build_program
 from paralign.testing import run_on_ranks
+from paralign.train.build import build_data, build_program, numerics
 from tests import parity
 from tests.parity import make_config
 

@@ -19,8 +19,8 @@ from paralign.parallel.tied import (
     untie,
 )
 from paralign.planning import check_sharding, resolve_plan
-from paralign.prove.build import build_pieces
 from paralign.testing import run_on_ranks
+from paralign.train.build import build_pieces
 from tests import parity
 from tests.parity import make_config
 

@@ -17,17 +17,17 @@ from paralign.mesh import build_mesh
 from paralign.parallel.data import Precision
 from paralign.planning import resolve_plan
 from paralign.program import Program
-from paralign.prove.build import (
+from paralign.prove.cost import RankCost, estimate
+from paralign.testing import run_on_ranks
+from paralign.train.build import (
     build_data,
     build_optimizer,
     build_pieces,
     build_plans,
+    build_program,
     build_tensor,
     numerics,
 )
-from paralign.prove.cost import RankCost, estimate
-from paralign.prove.parallel import build_program
-from paralign.testing import run_on_ranks
 from tests import parity
 from tests.parity import make_config
 from tests.prove.sent import Counter, Counts, axes_of

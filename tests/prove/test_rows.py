@@ -10,8 +10,8 @@ from paralign.mesh import Degrees
 from paralign.parallel.data import FSDP, Precision
 from paralign.parallel.pipeline import Pipeline
 from paralign.planning import resolve_plan
-from paralign.prove.build import build_pieces
 from paralign.prove.rows import Fate, Row, ranges, rows_of
+from paralign.train.build import build_pieces
 from tests import parity
 from tests.parity import make_config
 

@@ -15,6 +15,8 @@ from paralign.config.model_choice import ModelChoice, choose_model
 from paralign.config.parse import show
 from paralign.config.references import read_signature
 from paralign.config.run import RunConfig
+from paralign.data.corpus import Corpus, find_corpus
+from paralign.data.source import NUM_BYTES, check_length
 from paralign.errors import ConfigError, DataError, MeshError, ScheduleError
 from paralign.mesh import Degrees, divisors
 from paralign.models.registry import MODELS
@@ -22,8 +24,6 @@ from paralign.parallel.context_rules import requirements
 from paralign.parallel.stages import find_schedule
 from paralign.parallel.support import Plan
 from paralign.parallel.support import problems as plan_problems
-from paralign.train.corpus import Corpus, find_corpus
-from paralign.train.data import NUM_BYTES, check_length
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,10 +22,10 @@ from paralign.mesh import MESH_AXES, Axis
 from paralign.models.compose import structure_problems
 from paralign.parallel.support import Plan, rules
 from paralign.planning import settle_plan
-from paralign.prove.build import build_plans, build_precision, build_recompute, build_tensor
 from paralign.prove.cost import RankCost, estimate
 from paralign.prove.cost_experts import active_parameters
 from paralign.prove.rows import ranges, rows_of
+from paralign.train.build import build_plans, build_precision, build_recompute, build_tensor
 
 
 def describe_plan(config: RunConfig, *, verbose: bool = False) -> RenderableType:

@@ -28,10 +28,10 @@ from paralign.parallel.precision import apply_precision
 from paralign.parallel.stage import boundary_tensors, meta_copy
 from paralign.parallel.stages import split_layers
 from paralign.parallel.support import Plan
-from paralign.prove.build import build_precision, build_tensor
 from paralign.prove.cost_experts import ExpertWatch, expert_traffic
 from paralign.prove.cost_tensor import StreamWatch, tensor_traffic
 from paralign.prove.traffic import BYTES, Traffic, all_reduced, sent
+from paralign.train.build import build_precision, build_tensor
 
 OPTIMIZER_STATES = {"adamw": 2, "sgd": 0}  # tensors like the parameter; sgd: 1 with momentum
 # torch's runtime keeps this many stages of a rank gathered, and frees others between micro-batches.

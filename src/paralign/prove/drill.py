@@ -109,7 +109,7 @@ class _Drill:
         *,
         keep: bool,
     ) -> None:
-        from paralign.prove.build import numerics
+        from paralign.train.build import numerics
 
         self._config = config
         self._dtype = dtype

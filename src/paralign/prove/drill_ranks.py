@@ -13,18 +13,18 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from paralign.config.run import RunConfig
+from paralign.data.source import TokenSource
 from paralign.launch import report_event
 from paralign.mesh import build_mesh
 from paralign.program import Program
-from paralign.prove.build import Numerics, build_data
 from paralign.prove.fault import Fault
 from paralign.prove.fault_list import all_faults
 from paralign.prove.fault_run import FaultRun
 from paralign.prove.one_world import RunDone
 from paralign.prove.own_program import OwnProgram, build_own_program, record_own_program
-from paralign.prove.parallel import build_program, run_of
+from paralign.prove.parallel import run_of
 from paralign.prove.steps import record_steps
-from paralign.train.data import TokenSource
+from paralign.train.build import Numerics, build_data, build_program
 
 CLEAN = "clean"
 

@@ -29,11 +29,14 @@ from torch.optim.optimizer import (
 
 from paralign.align import record
 from paralign.config.run import RunConfig
+from paralign.data.source import TokenSource
 from paralign.errors import ConfigError
 from paralign.launch import report_event
 from paralign.mesh import build_mesh
 from paralign.models.own import load_symbol
-from paralign.prove.build import (
+from paralign.prove.hooks import Hooks
+from paralign.prove.steps import RECORDED, run_facts
+from paralign.train.build import (
     Numerics,
     build_data,
     build_optimizer,
@@ -41,9 +44,6 @@ from paralign.prove.build import (
     init_rule,
     initialise_whole,
 )
-from paralign.prove.hooks import Hooks
-from paralign.prove.steps import RECORDED, run_facts
-from paralign.train.data import TokenSource
 
 Batch = Mapping[str, Tensor]
 

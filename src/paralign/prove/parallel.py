@@ -2,71 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch import Tensor
 
 from paralign.batch import LocalBatch
 from paralign.config.run import RunConfig
-from paralign.mesh import build_mesh, degrees_of
-from paralign.parallelize import parallelize
+from paralign.mesh import degrees_of
 from paralign.program import Program
-from paralign.prove.build import (
-    Numerics,
-    build_pieces,
-    build_plans,
-    build_recompute,
-    build_tensor,
-    init_rule,
-    initialise_whole,
-)
 from paralign.prove.hooks import Hooks
 from paralign.prove.own_program import run_own_program
 from paralign.prove.steps import Run, record_steps
-
-
-def build_program(
-    config: RunConfig,
-    precision: Numerics,
-    *,
-    mesh: DeviceMesh | None = None,
-    prepare: Callable[[nn.Module], None] | None = None,
-) -> Program:
-    """Build this rank's part of the run that ``config`` describes. Collective over the world.
-
-    Args:
-        config: The run.
-        precision: Dtypes of the run.
-        mesh: The mesh; None: it is built here.
-        prepare: Called with the whole model before it is cut, to freeze parameters for example.
-    """
-    if mesh is None:
-        mesh = build_mesh(config.mesh.degrees, config.device)
-    model, blueprint = build_pieces(config, precision.master)
-    rule = init_rule(config, blueprint)
-    if not any(parameter.is_meta for parameter in model.parameters()):
-        initialise_whole(model, rule, seed=config.align.seed)
-    if prepare is not None:
-        prepare(model)
-    pipeline, fsdp, context = build_plans(config)
-    return parallelize(
-        model,
-        mesh,
-        blueprint=blueprint,
-        pipeline=pipeline,
-        fsdp=fsdp,
-        context=context,
-        tensor=build_tensor(config),
-        recompute=build_recompute(config),
-        precision=precision.precision,
-        loss_chunks=config.loss.chunks,
-        init=rule,
-        seed=config.align.seed,
-    )
+from paralign.train.build import Numerics, build_program
 
 
 def run_parallel(config: RunConfig, precision: Numerics, trace: Path) -> None:

@@ -26,14 +26,14 @@ from paralign.models.router import (
 )
 from paralign.parallel.precision import apply_precision
 from paralign.planning import check_precision
-from paralign.prove.build import (
+from paralign.prove.steps import Run, record_steps
+from paralign.train.build import (
     Numerics,
     build_data,
     build_pieces,
     init_rule,
     initialise_whole,
 )
-from paralign.prove.steps import Run, record_steps
 
 
 def run_reference(

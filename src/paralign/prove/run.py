@@ -90,8 +90,8 @@ def check_plan(config: RunConfig, dtype: str) -> None:
 
 
 def _align_locally(config: RunConfig, folder: Path, timeout: float, say: Say) -> Any:
-    from paralign.prove.build import numerics
     from paralign.prove.parallel import run_parallel
+    from paralign.train.build import numerics
 
     dtype = dtype_of(config)
     check_plan(config, dtype)
@@ -126,8 +126,8 @@ def record_references(
     Raises:
         RankError: A run failed.
     """
-    from paralign.prove.build import numerics
     from paralign.prove.reference import run_reference
+    from paralign.train.build import numerics
 
     timings = {}
     for name, precision in reference_runs(dtype):
@@ -150,9 +150,9 @@ def record_references(
 def _align_in_world(config: RunConfig, trace: str | Path | None, world: World) -> Any:
     import torch.distributed as dist
 
-    from paralign.prove.build import numerics
     from paralign.prove.parallel import run_parallel
     from paralign.prove.reference import run_reference
+    from paralign.train.build import numerics
 
     dtype = dtype_of(config)
     check_plan(config, dtype)

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from paralign.align import record
 from paralign.config.run import RunConfig
+from paralign.data.source import TokenSource
 from paralign.launch import report_event
-from paralign.prove.build import Numerics, build_data, build_optimizer
-from paralign.train.data import TokenSource
+from paralign.train.build import Numerics, build_data, build_optimizer
 
 RECORDED = ("loss", "norm", "params", "grads", "optimizer", "inputs")
 ROUTER_BIASES = "*router.bias"

@@ -195,8 +195,8 @@ class _Sweep:
         self._results = {cell.name: cell for cell in report.cells}
 
     def run(self, cells: Sequence[Cell]) -> None:
-        from paralign.prove.build import numerics
         from paralign.prove.sweep_ranks import run_cells
+        from paralign.train.build import numerics
 
         # How many rows go through the reference at once is that of the first cell.
         first = cells[0].config

@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 from paralign.config.run import RunConfig
 from paralign.launch import report_event
-from paralign.prove.build import Numerics
 from paralign.prove.one_world import RunDone
 from paralign.prove.parallel import run_parallel
+from paralign.train.build import Numerics
 
 
 def run_cells(

@@ -131,8 +131,8 @@ def test_a_real_run_on_ranks_is_clean(tmp_path, mesh):
     """Inputs, labels, losses, gradients, replicas and norms of paralign's own parallel run."""
     from paralign.config.load import load_config
     from paralign.launch import run_ranks
-    from paralign.prove.build import numerics
     from paralign.prove.parallel import run_parallel
+    from paralign.train.build import numerics
 
     example = Path(__file__).parents[3] / "examples" / "pp_fsdp_cp.yaml"
     config = load_config(example, [f"mesh.{degree}" for degree in mesh])

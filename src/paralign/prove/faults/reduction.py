@@ -19,10 +19,10 @@ from paralign.mesh import Axis, fold
 from paralign.parallel.stage import Stage
 from paralign.parallel.tied import sum_pair
 from paralign.program import Program
-from paralign.prove.build import build_pieces
 from paralign.prove.fault import fault
 from paralign.prove.fault_run import FaultRun
 from paralign.prove.faults.pieces import local, local_gradients
+from paralign.train.build import build_pieces
 
 DATA_AXES = ("dp_replicate", "dp_shard", "cp")
 

@@ -11,7 +11,8 @@ from paralign.models.llama.blueprint import LlamaBlueprint
 from paralign.parallel.data import FSDP, Precision
 from paralign.parallel.pipeline import Pipeline
 from paralign.parallelize import Context
-from paralign.prove.build import (
+from paralign.randomness import Init
+from paralign.train.build import (
     build_data,
     build_optimizer,
     build_pieces,
@@ -20,7 +21,6 @@ from paralign.prove.build import (
     initialise_whole,
     numerics,
 )
-from paralign.randomness import Init
 from tests import parity
 from tests.parity import make_config
 

@@ -4,8 +4,8 @@ import os
 
 import pytest
 
+from paralign.data.corpus import find_corpus
 from paralign.errors import DataError
-from paralign.train.corpus import find_corpus
 
 
 def test_stdlib_is_python_source_without_installed_packages():

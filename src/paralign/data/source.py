@@ -7,7 +7,7 @@ The files of a source are cut into rows, each of ``seq_len`` neighbouring tokens
     row 1   tokens    t4 t5 t6 t7      labels  t5 t6 t7 t8
     row 2   tokens    t8 t9  0  0      labels  t9  -  -  -     (-: ignored)
 
-Rows are numbered file after file, in the order of :class:`paralign.train.corpus.Corpus`. Serving
+Rows are numbered file after file, in the order of :class:`paralign.data.corpus.Corpus`. Serving
 takes every row once an epoch, in strides over the whole source: the n-th row served is number
 ``(offset + stride * n) % num_rows``, where the seed and the epoch choose ``offset`` and ``stride``
 (which has no common divisor with ``num_rows``). Only file *lengths* are looked up at the start; a
@@ -23,8 +23,8 @@ from functools import cached_property
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
+from paralign.data.corpus import Corpus, find_corpus
 from paralign.errors import DataError
-from paralign.train.corpus import Corpus, find_corpus
 
 if TYPE_CHECKING:
     from torch import Tensor

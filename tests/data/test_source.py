@@ -5,9 +5,9 @@ from collections import Counter
 import pytest
 import torch
 
+from paralign.data.source import IGNORED, NUM_BYTES, TokenSource
 from paralign.errors import DataError
 from paralign.loss import IGNORE_INDEX
-from paralign.train.data import IGNORED, NUM_BYTES, TokenSource
 
 
 def rows_of(source: TokenSource, num_batches: int) -> list[tuple[list[int], list[int]]]:

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from paralign.blueprint import Blueprint
 from paralign.config.model_choice import build_model
 from paralign.config.run import OptimizerSection, RunConfig
+from paralign.data.source import TokenSource
+from paralign.mesh import build_mesh
 from paralign.models.router import named_biases
 from paralign.parallel.data import FSDP, PARTS, Precision
 from paralign.parallel.pipeline import Pipeline
 from paralign.parallel.recompute import Recompute
 from paralign.parallel.tensor_base import TensorParallel
-from paralign.parallelize import Context, InitRule
+from paralign.parallelize import Context, InitRule, parallelize
+from paralign.program import Program
 from paralign.randomness import Init, fill_
-from paralign.train.data import TokenSource
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,3 +203,43 @@ def build_plans(config: RunConfig) -> tuple[Pipeline, FSDP, Context]:
         ulysses_degree=config.context.ulysses_degree, load_balance=config.context.load_balance
     )
     return pipeline, fsdp, context
+
+
+def build_program(
+    config: RunConfig,
+    precision: Numerics,
+    *,
+    mesh: DeviceMesh | None = None,
+    prepare: Callable[[nn.Module], None] | None = None,
+) -> Program:
+    """Build this rank's part of the run that ``config`` describes. Collective over the world.
+
+    Args:
+        config: The run.
+        precision: Dtypes of the run.
+        mesh: The mesh; None: it is built here.
+        prepare: Called with the whole model before it is cut, to freeze parameters for example.
+    """
+    if mesh is None:
+        mesh = build_mesh(config.mesh.degrees, config.device)
+    model, blueprint = build_pieces(config, precision.master)
+    rule = init_rule(config, blueprint)
+    if not any(parameter.is_meta for parameter in model.parameters()):
+        initialise_whole(model, rule, seed=config.align.seed)
+    if prepare is not None:
+        prepare(model)
+    pipeline, fsdp, context = build_plans(config)
+    return parallelize(
+        model,
+        mesh,
+        blueprint=blueprint,
+        pipeline=pipeline,
+        fsdp=fsdp,
+        context=context,
+        tensor=build_tensor(config),
+        recompute=build_recompute(config),
+        precision=precision.precision,
+        loss_chunks=config.loss.chunks,
+        init=rule,
+        seed=config.align.seed,
+    )
