@@ -93,6 +93,22 @@ class Box:
         return Box(local, start, shape)
 
 
+@dataclass(frozen=True)
+class Part:
+    """What each rank of one mesh axis holds of a tensor that its ranks share.
+
+    Attributes:
+        dim: The dim of which a rank holds an equal, contiguous part; None: it holds all of it.
+        num_parts: Parts of that dim, where there are fewer than ranks: neighbours hold the same
+            one. None: one for each rank.
+        is_sum: Ranks that hold the same part hold summands of it.
+    """
+
+    dim: int | None = None
+    num_parts: int | None = None
+    is_sum: bool = False
+
+
 def whole(shape: Sequence[int]) -> LocalMap:
     """Return the map of a rank that holds all of a tensor of ``shape``."""
     return tuple((Span((0, size), (0, size)),) if size else () for size in shape)

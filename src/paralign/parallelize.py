@@ -34,7 +34,8 @@ from paralign.parallel.stage import Stage, meta_copy
 from paralign.parallel.stages import rank_of_stage, split_layers, stages_of_rank
 from paralign.parallel.support import Plan
 from paralign.parallel.tensor import apply_tensor
-from paralign.parallel.tensor_base import TensorParallel
+from paralign.parallel.tensor_base import Returned, TensorParallel
+from paralign.parallel.tensor_outputs import returned_of
 from paralign.parallel.tied import TiedPair, find_tied, untie
 from paralign.planning import expert_stacks, settle_plan, stage_of_parameters
 from paralign.program import Program
@@ -141,6 +142,7 @@ def parallelize(
     untie(stages, pairs)
     counter = ReductionCounter()
     partial_over_tp: set[str] = set()
+    returned: dict[str, Returned] = {}
     for index, stage in stages.items():
         if not is_meta:
             stage.to(device)
@@ -149,6 +151,7 @@ def parallelize(
             partial_over_tp |= apply_tensor(
                 stage, mesh[str(Axis.TP)], plan=blueprint.tensor_parallel(), options=tensor
             )
+            returned |= _returned(stage, blueprint, degree=degrees.tp, options=tensor)
         if loss_chunks > 1:
             stage.chunk_loss(loss_chunks)
         _apply_context(stage, mesh, blueprint, context)
@@ -196,7 +199,21 @@ def parallelize(
         stream_parts=stream_parts,
         partial_over_tp=partial_over_tp,
         has_router_biases=has_router_biases,
+        returned=returned,
     )
+
+
+def _returned(
+    stage: Stage, blueprint: Blueprint, *, degree: int, options: TensorParallel
+) -> dict[str, Returned]:
+    """Say which parts of module outputs a rank of tp has."""
+    heads = {
+        f"{layer}.{core}": style.head_dim
+        for layer in stage.layer_names
+        for core, style in blueprint.attention().items()
+    }
+    plan = blueprint.tensor_parallel()
+    return returned_of(stage, plan, degree=degree, options=options, head_dims=heads)
 
 
 def _split(

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from paralign.batch import LocalBatch, shard_batch
 from paralign.errors import AlignError, DataError
+from paralign.layout import Part
 from paralign.mesh import Axis, degrees_of, fold
 from paralign.models.router import (
     named_biases,
@@ -24,6 +25,7 @@ from paralign.parallel.gradients import give_back, take_gradients
 from paralign.parallel.pipeline import PipelineRuntime
 from paralign.parallel.stage import Stage
 from paralign.parallel.support import Plan
+from paralign.parallel.tensor_base import Returned
 from paralign.parallel.tensor_weights import is_replicated, sum_partial_gradients
 from paralign.parallel.tied import TiedPair, sum_pair
 
@@ -50,6 +52,7 @@ class Program:
         stream_parts: int = 1,
         partial_over_tp: Collection[str] = (),
         has_router_biases: bool = False,
+        returned: Mapping[str, Returned] | None = None,
     ) -> None:
         self._stages = dict(stages)
         self._runtime = runtime
@@ -72,6 +75,7 @@ class Program:
         self._partial_over_tp = [p for n, p in self._parameters.items() if n in partial_over_tp]
         self._routers = named_routers(self._stages.values())
         self._loss_parts: dict[str, float] = {}
+        self._returned = dict(returned or {})
         self._has_router_biases = has_router_biases  # the same on ranks without a router
         self._moves_seen: int | None = None  # at a step that router biases have not followed
 
@@ -94,6 +98,16 @@ class Program:
     def tied_aliases(self) -> dict[str, str]:
         """Second copy of a tied parameter that two stages hold -> its canonical name."""
         return dict(self._aliases)
+
+    @property
+    def output_parts(self) -> dict[str, dict[str, Part]]:
+        """Modules of this rank -> axis -> which part of their output it has, where it is cut."""
+        return {name: {str(Axis.TP): part.value} for name, part in self._returned.items()}
+
+    @property
+    def output_grad_parts(self) -> dict[str, dict[str, Part]]:
+        """The same of the gradients of outputs, which may be summands of it."""
+        return {name: {str(Axis.TP): part.grad} for name, part in self._returned.items()}
 
     @property
     def num_reductions(self) -> dict[str, int]:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from paralign.align.activations import ActivationWatch, Seen
 from paralign.align.module_names import named_modules
 from paralign.align.names import NamedParameter
+from paralign.align.output_rules import OutputRules
 from paralign.align.payload_stream import PayloadStream
 from paralign.align.placements import RankAxes, is_dtensor, local_of
 from paralign.align.tensor_entry import DTYPE_CODES, Kind, TensorEntry
@@ -47,6 +48,7 @@ class ActivationLog:
         what: Any of :data:`ACTIVATIONS`.
         pattern: Glob of module names.
         axes: Places DTensors.
+        rules: Places what is no DTensor.
         step: Returns the number of the step in progress, or None while nothing is recorded.
     """
 
@@ -58,12 +60,15 @@ class ActivationLog:
         what: Sequence[str],
         pattern: str,
         axes: RankAxes,
+        rules: OutputRules,
         step: Callable[[], int | None],
     ) -> None:
         self._what = [name for name in what if name in ACTIVATIONS]
         self._parameters = parameters
         self._pattern = pattern
         self._axes = axes
+        self._rules = rules
+        self._modules = list(modules)
         self._step = step
         self._writer: TraceWriter | None = None
         self._watch = self._watch_of(modules)
@@ -89,6 +94,12 @@ class ActivationLog:
         self._watch = self._watch_of(modules)
         if began and self._what:
             self._watch.start()
+
+    def used_rules(self) -> set[str]:
+        """Return the patterns of the rules that match a module, recorded or not."""
+        return self._rules.used(
+            part.name for root in self._modules for part in named_modules(root, self._parameters)
+        )
 
     def start(self, writer: TraceWriter) -> None:
         """Begin to watch and to write."""
@@ -201,7 +212,11 @@ class ActivationLog:
         if str(tensor.dtype).removeprefix("torch.") not in DTYPE_CODES:
             self._unseen(seen.name, f"a trace cannot hold {tensor.dtype}")
             return
-        placed = self._axes.place(tensor)
+        told = None
+        if not is_dtensor(tensor):
+            told = self._rules.place(seen.kind, seen.name, tensor)
+        placed = self._axes.place(tensor) if told is None else told
+        is_placed = told is not None or is_dtensor(tensor)
         entry = TensorEntry(
             kind=seen.kind,
             name=seen.name,
@@ -211,7 +226,7 @@ class ActivationLog:
             map=placed.map,
             partial_over=placed.partial_over,
             partial_op=placed.partial_op,
-            replicated_over=placed.replicated_over if is_dtensor(tensor) else (),
+            replicated_over=placed.replicated_over if is_placed else (),
             micro_batch=seen.micro_batch,
             call=seen.call,
             order=self._next_order(),

@@ -5,7 +5,7 @@ Built from the user's arguments alone; ``agree`` then lets the ranks complete it
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,8 +74,21 @@ class HeldParameters:
         pieces = ParameterPieces(parameters, LocalLayouts(axes, rules), readers)
         return cls(pieces, axes, rules, name_rules)
 
-    def agree(self, world_size: int, rank: int) -> None:
+    def agree(
+        self,
+        world_size: int,
+        rank: int,
+        *,
+        outputs: Collection[str] = (),
+        outputs_used: Collection[str] = (),
+    ) -> None:
         """Learn from the other ranks where they are and how large their shards are.
+
+        Args:
+            world_size: Number of ranks.
+            rank: This one.
+            outputs: Patterns of modules whose outputs are said to be cut.
+            outputs_used: Those that match a module here.
 
         Comm:
             One all-gather of a small object over the default process group.
@@ -89,6 +102,7 @@ class HeldParameters:
             "names": set(self.name_rules.patterns),
             "shards": set(self.shard_rules.shards),
             "layouts": set(self.shard_rules.layouts),
+            "outputs": set(outputs),
         }
         mine: Mapping[str, Any] = {
             "coordinates": dict(self.axes.coordinates),
@@ -97,6 +111,7 @@ class HeldParameters:
                 "names": sorted(self.name_rules.used),
                 "shards": sorted(self.shard_rules.used(parameters)),
                 "layouts": sorted(self.shard_rules.used(parameters)),
+                "outputs": sorted(outputs_used),
             },
         }
         everyone = exchange(world_size, mine)
@@ -104,7 +119,8 @@ class HeldParameters:
             self.axes.resolve({r: said["coordinates"] for r, said in enumerate(everyone)})
         self.shard_rules.sizes.update({r: said["sizes"] for r, said in enumerate(everyone)})
         problems = [
-            f"{argument}={{{pattern!r}: ...}} matches no parameter on any rank"
+            f"{argument}={{{pattern!r}: ...}} matches no "
+            f"{'module' if argument == 'outputs' else 'parameter'} on any rank"
             for argument, given in patterns.items()
             for pattern in sorted(given)
             if not any(pattern in said["used"][argument] for said in everyone)

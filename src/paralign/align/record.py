@@ -23,6 +23,7 @@ from torch import nn
 from paralign.align.activation_log import ACTIVATIONS
 from paralign.align.held import HeldParameters
 from paralign.align.name_rules import NameRule
+from paralign.align.output_rules import OutputRule
 from paralign.align.recorder import Recorder
 from paralign.align.shard_rules import LayoutRule, ShardRule
 from paralign.errors import ConfigError
@@ -43,6 +44,8 @@ def record(
     names: NameRule = None,
     shards: ShardRule | None = None,
     layouts: LayoutRule | None = None,
+    outputs: OutputRule | None = None,
+    output_grads: OutputRule | None = None,
     source: str = "auto",
     buffers: str | None = None,
     stages: Sequence[int] | None = None,
@@ -75,6 +78,12 @@ def record(
             dim. ``{"*.wq.weight": {"tp": 0}}``. DTensors, FSDP and Megatron say it themselves.
         layouts: The same in full: name or pattern -> ``{"shape": ..., "map": ...}`` as
             docs/trace.md describes them, or a function of the local tensor that returns it.
+        outputs: What a rank's plain module outputs are of those of a micro-batch, where tensor
+            parallelism cuts them: name or pattern of modules -> axis -> ``Shard(dim)``,
+            ``Replicate()`` or ``Partial()``; equal parts. ``{"*.wq": {"tp": Shard(-1)}}``. What
+            nothing is said of is placed by its size, and then listed without gate.
+        output_grads: The same of their gradients, where these are something else than the outputs:
+            ``Partial()`` where each rank has the gradient of its own use of a replicated output.
         source: Where parameters and gradients are kept: ``torch``, ``megatron`` (attributes of its
             parameters, ``main_grad``), ``deepspeed`` (its functions); ``auto`` asks each parameter.
         buffers: Pattern of the names of buffers to record like frozen parameters, such as
@@ -120,6 +129,8 @@ def record(
         facts=dict(facts or {}),
         alone=alone,
         modules_pattern=modules,
+        outputs=outputs,
+        output_grads=output_grads,
     )
 
 

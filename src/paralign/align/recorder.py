@@ -23,6 +23,7 @@ from paralign.align.forward_count import ForwardCount
 from paralign.align.held import HeldParameters
 from paralign.align.micro_gradients import MicroGradients
 from paralign.align.names import describe_owners
+from paralign.align.output_rules import OutputRule, OutputRules
 from paralign.align.states import describe_optimizer
 from paralign.align.step_gradients import StepGradients
 from paralign.align.step_scalars import StepScalars, check_loss
@@ -54,6 +55,8 @@ class Recorder:
         facts: dict[str, Any],
         alone: bool,
         modules_pattern: str = "*",
+        outputs: OutputRule | None = None,
+        output_grads: OutputRule | None = None,
     ) -> None:
         self.directory = Path(directory)
         self._what = what
@@ -79,12 +82,14 @@ class Recorder:
             on_step_begin=self._step_begins,
             on_step_end=self._step_ends,
         )
+        self._rules = OutputRules(self._axes, outputs or {}, output_grads or {})
         self._activations = ActivationLog(
             modules,
             self._parameters,
             what=what,
             pattern=modules_pattern,
             axes=self._axes,
+            rules=self._rules,
             step=lambda: self._step if self._recording() else None,
         )
         self._forwards = ForwardCount(modules)
@@ -135,7 +140,10 @@ class Recorder:
                 self.directory,
                 say_bytes(need),
             )
-        self._held.agree(self._world_size, self._rank)
+        patterns = {*self._rules.outputs, *self._rules.grads}
+        used = self._activations.used_rules() if patterns else set()
+        self._held.agree(self._world_size, self._rank, outputs=patterns, outputs_used=used)
+        self._rules.check()
         index = RankIndex(self._rank, self._world_size, trace_id)
         index.stages = self._stages
         index.run = dict(self._facts)

@@ -21,7 +21,7 @@ import copy
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -35,6 +35,7 @@ from paralign.collectives import (
     reduce_scatter_dim,
 )
 from paralign.errors import ConfigError, LayoutError
+from paralign.layout import Part
 from paralign.parallel.tensor_overlap import Handoff
 from paralign.parallel.tensor_weights import Spread, spread_
 
@@ -66,6 +67,13 @@ class TensorParallel:
                 "every rank with sequence_parallel=False. Use overlap='none' or "
                 "sequence_parallel=True."
             )
+
+
+class Returned(NamedTuple):
+    """What a rank of tp returns of a module's output, and what it has of the output's gradient."""
+
+    value: Part
+    grad: Part
 
 
 class TensorStyle(ParallelStyle):
@@ -107,6 +115,16 @@ class TensorStyle(ParallelStyle):
     def problems(self, module: nn.Module, degree: int) -> list[str]:
         """Return why ``module`` cannot have this style over ``degree`` ranks."""
         return []
+
+    def returned(self, module: nn.Module, degree: int) -> Returned | None:
+        """Return which part of its output ``module`` returns on a rank; None: not known here."""
+        return None
+
+    @property
+    def stream(self) -> Returned:
+        """What a rank has of the residual stream."""
+        part = Part(dim=self.seq_dim) if self.options.sequence_parallel else Part()
+        return Returned(part, part)
 
     @abstractmethod
     def run(

@@ -6,14 +6,16 @@ See ``tensor_base.py`` for the region they share, and ``docs/tensor-parallel.md`
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from paralign.errors import LayoutError
+from paralign.layout import Part
 from paralign.local_weights import local_of, local_parameters
-from paralign.parallel.tensor_base import Region, TensorStyle
+from paralign.parallel.tensor_base import Region, Returned, TensorStyle
 from paralign.parallel.tensor_overlap import gathered_linears, scattered_linear
 from paralign.parallel.tensor_weights import Spread
 
@@ -30,6 +32,10 @@ class TokenWise(TensorStyle):
         """All parameters below the module, replicated."""
         spread = Spread(dim=None, is_partial=self.options.sequence_parallel)
         return {name: spread for name, _ in module.named_parameters()}
+
+    def returned(self, module: nn.Module, degree: int) -> Returned:
+        """Its part of the stream."""
+        return self.stream
 
     def run(
         self, module: nn.Module, call: Callable[..., Any], region: Region
@@ -67,6 +73,11 @@ class SharedInput(TensorStyle):
     def spreads(self, module: nn.Module, degree: int) -> dict[str, Spread]:
         """None: what is inside has styles of its own."""
         return {}
+
+    def returned(self, module: nn.Module, degree: int) -> Returned | None:
+        """All tokens, where it hands its input on to uses that differ between ranks."""
+        has_parts = next(module.children(), None) is not None
+        return None if has_parts else Returned(Part(), Part(is_sum=True))
 
     def run(
         self, module: nn.Module, call: Callable[..., Any], region: Region
@@ -143,6 +154,13 @@ class ColumnParallel(TensorStyle):
             ]
         return []
 
+    def returned(self, module: nn.Module, degree: int) -> Returned | None:
+        """Some features; those of a shared head on all ranks that share it."""
+        if not self._shares(degree):
+            return Returned(Part(dim=-1), Part(dim=-1))
+        head = Part(dim=-1, num_parts=self.num_heads)
+        return Returned(head, replace(head, is_sum=True))
+
     def run(
         self, module: nn.Module, call: Callable[..., Any], region: Region
     ) -> Callable[..., Any]:
@@ -213,6 +231,10 @@ class VocabularyHead(ColumnParallel):
     def __init__(self, *, seq_dim: int = 1) -> None:
         super().__init__(seq_dim=seq_dim)
 
+    def returned(self, module: nn.Module, degree: int) -> Returned | None:
+        """None: a DTensor says it itself."""
+        return None
+
     def _output(self, x: Tensor, region: Region) -> Tensor:
         return DTensor.from_local(x, region.mesh, [Shard(x.ndim - 1)], run_check=False)
 
@@ -250,6 +272,10 @@ class RowParallel(TensorStyle):
         if not isinstance(module, nn.Linear):
             return _not_a(module, nn.Linear)
         return _uneven("in_features", module.in_features, degree)
+
+    def returned(self, module: nn.Module, degree: int) -> Returned:
+        """Its part of the stream."""
+        return self.stream
 
     def run(
         self, module: nn.Module, call: Callable[..., Any], region: Region
@@ -300,6 +326,10 @@ class VocabularyParallel(TensorStyle):
         extra = [f"{', '.join(given)} would act on a part of the rows. Leave it out"]
         extra = extra if given else []
         return extra + _uneven("num_embeddings", module.num_embeddings, degree)
+
+    def returned(self, module: nn.Module, degree: int) -> Returned:
+        """Its part of the stream."""
+        return self.stream
 
     def run(
         self, module: nn.Module, call: Callable[..., Any], region: Region

@@ -58,6 +58,8 @@ class OwnProgram:
         clip: Largest norm -> norm, for a step that leaves clipping and optimizer to paralign.
         optimizers: The optimizers that the user's step steps; empty: paralign clips and steps.
         names: Renames parameters for the trace: a mapping or a function.
+        outputs: What plain module outputs are of those of a micro-batch, or None.
+        output_grads: The same of their gradients, or None.
         reference: ``pkg.module:build``, for messages.
     """
 
@@ -66,6 +68,8 @@ class OwnProgram:
     clip: Callable[[float], Any] | None
     optimizers: Sequence[Any]
     names: Any
+    outputs: Any
+    output_grads: Any
     reference: str
 
     @property
@@ -109,6 +113,8 @@ def build_own_program(
         clip=getattr(step, "clip", None),
         optimizers=_as_list(getattr(step, "optimizer", None)),
         names=getattr(step, "names", None),
+        outputs=getattr(step, "outputs", None),
+        output_grads=getattr(step, "output_grads", None),
         reference=reference,
     )
     if wrong := [m for m in program.modules if not isinstance(m, nn.Module)]:
@@ -150,6 +156,8 @@ def record_own_program(
         steps=config.align.steps,
         what=RECORDED,
         names=program.names,
+        outputs=program.outputs,
+        output_grads=program.output_grads,
         facts=run_facts(config, precision),
     ) as recorder:
         for number in range(config.align.steps):

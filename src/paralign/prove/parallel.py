@@ -61,6 +61,8 @@ def run_of(program: Program, hooks: Hooks | None = None) -> Run:
         num_microbatches=program.plan.num_microbatches,
         mesh=program.mesh,
         names=program.tied_aliases,
+        outputs=program.output_parts,
+        output_grads=program.output_grad_parts,
         speaks=dist.get_rank() == 0,
         before_step=hooks.step_begins,
         after_step=hooks.step_done,

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from paralign.align import record
+from paralign.align.output_rules import OutputRule
 from paralign.config.run import RunConfig
 from paralign.data.source import TokenSource
 from paralign.launch import report_event
@@ -33,6 +34,8 @@ class Run:
         num_microbatches: Pieces a rank's rows go through in.
         mesh: The mesh, where there is one.
         names: Name of a tied copy -> its canonical name.
+        outputs: Module -> axis -> which part of its output this rank returns.
+        output_grads: The same of the output's gradient.
         alone: This process runs by itself although it belongs to a process group.
         speaks: Whether this process reports progress.
         before_step: Called with the optimizer between clipping and its step.
@@ -54,6 +57,8 @@ class Run:
     num_microbatches: int = 1
     mesh: Any = None
     names: Mapping[str, str] = field(default_factory=dict)
+    outputs: OutputRule = field(default_factory=dict)
+    output_grads: OutputRule = field(default_factory=dict)
     alone: bool = False
     speaks: bool = True
     before_step: Callable[[torch.optim.Optimizer], None] | None = None
@@ -93,6 +98,8 @@ def record_steps(
         steps=config.align.steps,
         what=what,
         names=dict(run.names),
+        outputs=run.outputs,
+        output_grads=run.output_grads,
         buffers=ROUTER_BIASES,
         facts={**run_facts(config, precision), "num_microbatches": run.num_microbatches},
         alone=run.alone,
