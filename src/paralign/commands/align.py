@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from paralign.commands.chosen import Shrink, World, load_run
 from paralign.commands.options import (
     ConfigFile,
     HtmlFile,
@@ -21,7 +22,6 @@ from paralign.commands.options import (
 )
 from paralign.commands.report import check_outputs, deliver
 from paralign.commands.terminal import progress
-from paralign.config.load import load_config
 from paralign.launch.torchrun import current_world
 
 if TYPE_CHECKING:
@@ -41,6 +41,8 @@ def align(
             metavar="DTYPE", help="float64, float32 or bfloat16; the same as align.dtype."
         ),
     ] = None,
+    world: World = None,
+    shrink: Shrink = False,
     json: JsonFile = None,
     junit: JunitFile = None,
     html: HtmlFile = None,
@@ -66,13 +68,13 @@ def align(
         *([f"align.steps={steps}"] if steps is not None else []),
         *([f"align.dtype={dtype}"] if dtype is not None else []),
     ]
-    world = current_world()
-    run = load_config(config, changes, world_size=world.world_size if world else None)
+    run = load_run(config, changes, small=shrink, world=world, quiet=quiet)
+    started = current_world()
     check_outputs(json=json, junit=junit, html=html)
     from paralign.prove.run import align as run_both  # imports torch: only for a sound config
 
-    with progress(quiet=quiet or (world is not None and world.rank != 0)) as say:
+    with progress(quiet=quiet or (started is not None and started.rank != 0)) as say:
         report: Report = run_both(run, trace=trace, timeout=seconds, progress=say)
-    if world is not None and world.rank != 0:
+    if started is not None and started.rank != 0:
         return report.exit_status  # one rank speaks for all; the verdict is the same on each
     return deliver(report, json=json, junit=junit, html=html, quiet=quiet, verbose=verbose)

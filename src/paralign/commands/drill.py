@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from paralign.commands.chosen import Shrink, World, load_run
 from paralign.commands.options import (
     ConfigFile,
     HtmlFile,
@@ -21,7 +22,6 @@ from paralign.commands.options import (
 )
 from paralign.commands.report import check_outputs, write_outputs
 from paralign.commands.terminal import print_result, progress
-from paralign.config.load import load_config
 from paralign.errors import ConfigError
 from paralign.launch.torchrun import current_world
 
@@ -43,6 +43,8 @@ def drill(
     list_: Annotated[
         bool, typer.Option("--list", help="Say which faults there are, and run nothing.")
     ] = False,
+    world: World = None,
+    shrink: Shrink = False,
     json: JsonFile = None,
     junit: JunitFile = None,
     html: HtmlFile = None,
@@ -66,12 +68,12 @@ def drill(
     """
     check_not_both(quiet, verbose)
     seconds = parse_seconds("--timeout", timeout)
-    if (world := current_world()) is not None:
+    if (started := current_world()) is not None:
         raise ConfigError(
-            f"world size {world.world_size} was started by torchrun, but drill starts its own "
+            f"world size {started.world_size} was started by torchrun, but drill starts its own "
             "ranks on this machine, again after each fault that ends them. Run it without torchrun."
         )
-    run = load_config(config, overrides or ())
+    run = load_run(config, overrides or (), small=shrink, world=world, quiet=quiet)
     check_outputs(json=json, junit=junit, html=html)
     from paralign.commands.drill_cases import cases_of_drill  # these import torch
     from paralign.commands.drill_table import render, render_list

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from paralign.commands.chosen import Shrink, load_run
 from paralign.commands.files import write_atomically
 from paralign.commands.options import (
     ConfigFile,
@@ -25,7 +26,6 @@ from paralign.commands.options import (
 )
 from paralign.commands.report import check_outputs, write_outputs
 from paralign.commands.terminal import print_result, progress
-from paralign.config.load import load_config
 from paralign.config.nearest import suggest
 from paralign.errors import ConfigError
 from paralign.launch.torchrun import current_world
@@ -44,6 +44,7 @@ def sweep(
         str, typer.Option("--world", metavar="N", help="Number of ranks of every mesh.")
     ],
     overrides: Overrides = None,
+    shrink: Shrink = False,
     subset: Annotated[
         str,
         typer.Option(
@@ -85,7 +86,8 @@ def sweep(
         )
     if resume and json is None:
         raise ConfigError("--resume needs the file to go on from. Give it with --json FILE.")
-    run = load_config(config, overrides or ())
+    # The copy's own mesh is not asked for: every mesh of N ranks is tried.
+    run = load_run(config, overrides or (), small=shrink, world=None, quiet=quiet)
     check_outputs(json=json, junit=junit, html=html)
     from paralign.commands.sweep_cases import cases_of_sweep  # these import torch
     from paralign.commands.sweep_table import render
