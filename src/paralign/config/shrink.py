@@ -188,7 +188,8 @@ def _sequence(config: RunConfig, small: Degrees) -> tuple[int, int]:
     streams = config.tensor.sequence_parallel
     parts = config.mesh.cp * (config.mesh.tp if streams else 1)
     few = small.cp * (small.tp if streams else 1)
-    share = math.lcm(few, small.cp * (2 if config.context.load_balance else 1))
+    # Experts are sent tokens of all ranks of tp, also where these share no sequence.
+    share = math.lcm(small.cp * small.tp, small.cp * (2 if config.context.load_balance else 1))
     divides = seq_len // parts % chunks == 0
     for length in range(share, seq_len + 1, share):
         for number in (1,) if chunks == 1 else range(2, min(chunks, 3) + 1):

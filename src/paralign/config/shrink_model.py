@@ -15,7 +15,7 @@ from typing import Any
 
 from paralign.mesh import Degrees
 from paralign.parallel.context_rules import kv_repeats
-from paralign.train.data import NUM_BYTES
+from paralign.data.source import NUM_BYTES
 
 # Of every family; the order among them is kept. 0 stays: there is none.
 WIDTHS = (
