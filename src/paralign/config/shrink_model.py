@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from paralign.data.source import NUM_BYTES
 from paralign.mesh import Degrees
 from paralign.parallel.context_rules import kv_repeats
-from paralign.data.source import NUM_BYTES
 
 # Of every family; the order among them is kept. 0 stays: there is none.
 WIDTHS = (
