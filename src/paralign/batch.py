@@ -54,7 +54,7 @@ def shard_batch(
     rank: int,
     num_microbatches: int,
     load_balance: bool = False,
-    stream_parts: int = 1,
+    token_parts: int = 1,
 ) -> LocalBatch:
     """Cut this rank's share out of a global batch.
 
@@ -70,7 +70,7 @@ def shard_batch(
         rank: Whose share.
         num_microbatches: Pieces that the rows are cut into.
         load_balance: Two chunks of the sequence each; see :class:`paralign.Context`.
-        stream_parts: Ranks that share these tokens between blocks: tp with sequence parallel.
+        token_parts: Ranks that share these tokens somewhere: tp with sequence parallel or experts.
 
     Comm:
         None. :meth:`Program.step` compares fingerprints.
@@ -78,7 +78,7 @@ def shard_batch(
     Raises:
         DataError: Lists every rule that the batch breaks.
     """
-    tokens, labels = _check(global_batch, degrees, num_microbatches, load_balance, stream_parts)
+    tokens, labels = _check(global_batch, degrees, num_microbatches, load_balance, token_parts)
     coordinates = degrees.coordinates(rank)
     rows = tokens.shape[0] // degrees.dp
     dp_index = coordinates["dp_replicate"] * degrees.dp_shard + coordinates["dp_shard"]
@@ -120,7 +120,7 @@ def _check(
     degrees: Degrees,
     num_microbatches: int,
     load_balance: bool,
-    stream_parts: int,
+    token_parts: int,
 ) -> tuple[Tensor, Tensor]:
     tokens = _integers(global_batch, "tokens")
     if tokens is None or tokens.dim() != 2:
@@ -146,12 +146,12 @@ def _check(
             "out, or shift them before the batch is cut"
         )
     problems += _share_problems(tokens, degrees, num_microbatches, load_balance)
-    if not problems and tokens.shape[1] // degrees.cp % stream_parts:
-        share = math.lcm(degrees.cp * stream_parts, degrees.cp * (2 if load_balance else 1))
+    if not problems and tokens.shape[1] // degrees.cp % token_parts:
+        share = math.lcm(degrees.cp * token_parts, degrees.cp * (2 if load_balance else 1))
         problems.append(
             f"seq_len={tokens.shape[1]} over axis 'cp' ({degrees.cp} ranks) does not divide over "
-            f"axis 'tp' ({stream_parts} ranks), as sequence parallel needs. Pad the sequence to a "
-            f"multiple of {share}, or switch sequence_parallel off"
+            f"axis 'tp' ({token_parts} ranks), as sequence parallel and experts need. Pad the "
+            f"sequence to a multiple of {share}"
         )
     if problems:
         raise DataError.from_problems("the global batch cannot be cut", problems)

@@ -9,12 +9,14 @@ forward                  backward                who receives what (n ranks)
                          numbers exchanged
 ``all_reduce_forward``   identity                every rank: the sum
 ``all_reduce_backward``  all-reduce (sum)        every rank: what it had
+``split_dim``            ``join_dim``            every rank: its slice of what all have
+``join_dim``             ``split_dim``           every rank: every rank's slice
 =======================  ======================  =========================================
 
 A gathered tensor is used by every rank, so its gradient is a *sum* over ranks, never only the
-rank's own slice. The last two are a pair for tensors that every rank holds whole: what comes out
-of a sum has the same gradient on every rank, and what every rank uses a part of gets its gradient
-in parts. A group of one rank takes the same code path. On the meta device shapes come out
+rank's own slice. The last four are for tensors that every rank holds whole: what comes out
+of a sum, or is joined, has the same gradient on every rank, and what every rank uses a part of gets
+its gradient in parts. A group of one rank takes the same code path. On the meta device shapes come out
 right and nothing is sent, so a model that holds these can be shape-checked without ranks.
 """
 
@@ -169,6 +171,45 @@ def all_reduce_backward(x: Tensor, *, group: dist.ProcessGroup) -> Tensor:
     return same
 
 
+def split_dim(x: Tensor, *, dim: int, group: dist.ProcessGroup) -> Tensor:
+    """Keep this rank's slice of ``x``, which is the same on every rank; its gradient is made whole.
+
+    Use it where every rank goes on with its own part of the tokens.
+
+    Shapes (n ranks in ``group``):
+        x: ``[..., P, ...]``. returns: ``[..., P / n, ...]``.
+
+    Comm:
+        forward: none. backward: one all-gather; each rank receives ``n - 1`` times its slice.
+
+    Exact: elements are only moved.
+
+    Raises:
+        LayoutError: ``dim`` does not divide by the number of ranks.
+    """
+    check_divides(x, dim, dist.get_world_size(group))
+    own: Tensor = _SplitDim.apply(group, dim, x)  # type: ignore[no-untyped-call]
+    return own
+
+
+def join_dim(x: Tensor, *, dim: int, group: dist.ProcessGroup) -> Tensor:
+    """Get every rank's ``x``, concatenated on ``dim``, and go on alike with it on every rank.
+
+    Unlike that of :func:`all_gather_dim`, the gradient that comes back is the same on every rank,
+    so that each keeps its slice and nothing is summed.
+
+    Shapes (n ranks in ``group``):
+        x: ``[..., P, ...]``, equal on every rank. returns: ``[..., P * n, ...]``.
+
+    Comm:
+        forward: one all-gather; each rank receives ``n - 1`` times ``x``. backward: none.
+
+    Exact: elements are only moved.
+    """
+    joined: Tensor = _JoinDim.apply(group, dim, x)  # type: ignore[no-untyped-call]
+    return joined
+
+
 class _AllToAllRows(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -242,3 +283,27 @@ class _AllReduceBackward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:
         return None, _AllReduceForward.apply(ctx.group, grad)  # type: ignore[no-untyped-call]
+
+
+class _SplitDim(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, group: dist.ProcessGroup, dim: int, x: Tensor) -> Tensor:
+        ctx.route = (group, dim)
+        own = x.chunk(dist.get_world_size(group), dim)[dist.get_rank(group)]
+        return own.clone(memory_format=torch.contiguous_format)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, Tensor]:
+        return None, None, _JoinDim.apply(*ctx.route, grad)  # type: ignore[no-untyped-call]
+
+
+class _JoinDim(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, group: dist.ProcessGroup, dim: int, x: Tensor) -> Tensor:
+        ctx.route = (group, dim)
+        stacked: Tensor = _AllGatherStack.apply(group, x)  # type: ignore[no-untyped-call]
+        return torch.cat(stacked.unbind(0), dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, Tensor]:
+        return None, None, _SplitDim.apply(*ctx.route, grad)  # type: ignore[no-untyped-call]

@@ -21,7 +21,7 @@ from paralign.parallel.tensor import spreads_of
 from paralign.parallel.tensor_base import TensorParallel
 from paralign.parallel.tensor_weights import Spread
 from paralign.parallel.tied import find_tied
-from paralign.planning import expert_stacks, stage_of_parameters
+from paralign.planning import all_experts, stage_of_parameters
 
 # Every token is on exactly one rank of these axes, so a gradient there is a partial sum over them
 # all. Over tp it is one for the parameters that the plan says so of.
@@ -100,7 +100,7 @@ def declare(
             degree=degrees.tp,
             options=tensor or TensorParallel(),
         )
-    experts = _expert_names(model, blueprint) if degrees.ep > 1 else {}
+    experts = _expert_names(model, blueprint) if degrees.spreads_experts else {}
     declared = []
     for name, parameter in model.named_parameters(remove_duplicate=False):
         canonical = aliases.get(name)
@@ -120,7 +120,7 @@ def declare(
                         for a, p in (EXPERTS if name in experts else placements).items()
                         if degrees.degree(a) > 1
                     },
-                    **({str(Axis.TP): str(spreads[name])} if spreads else {}),
+                    **({str(Axis.TP): str(spreads[name])} if name in spreads else {}),
                 },
                 partial_over=(
                     *(
@@ -128,7 +128,7 @@ def declare(
                         for a in (EXPERT_AXES if name in experts else TOKEN_AXES)
                         if degrees.degree(a) > 1
                     ),
-                    *([str(Axis.TP)] if spreads and spreads[name].is_partial else []),
+                    *([str(Axis.TP)] if name in spreads and spreads[name].is_partial else []),
                 ),
                 tied_to=canonical,
             )
@@ -138,11 +138,9 @@ def declare(
 
 def _expert_names(model: nn.Module, blueprint: Blueprint) -> dict[str, str]:
     """Return parameter of an expert -> the stack it is in, which is a unit of its own."""
-    layers = model.get_submodule(blueprint.layers_name)._modules
-    names = [f"{blueprint.layers_name}.{index}" for index in layers]
     return {
         f"{stack}.{name}": stack
-        for stack in expert_stacks(model, blueprint, names)
+        for stack in all_experts(model, blueprint)
         for name, _ in model.get_submodule(stack).named_parameters()
     }
 

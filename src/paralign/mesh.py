@@ -35,6 +35,8 @@ class Axis(str, Enum):
     EFSDP = "efsdp"  # what ep leaves of dp_shard x cp x tp: experts are sharded over it
     FSDP = "fsdp"  # dp_shard x cp: parameters are sharded and gradients summed over it
     LOSS = "loss"  # dp_replicate x dp_shard x cp: tokens are split over it
+    SEQUENCE = "sequence"  # cp x tp: what routers see of a sequence is split over it
+    ROUTED = "routed"  # dp_replicate x dp_shard x cp x tp: what routers see is split over it
 
     __str__ = str.__str__
 
@@ -98,6 +100,11 @@ class Degrees:
         """Number of ranks that an expert is sharded over: ``dp_shard * cp * tp / ep``."""
         return self.dp_shard * self.cp * self.tp // self.ep
 
+    @property
+    def spreads_experts(self) -> bool:
+        """Whether experts lie on a mesh of their own: they are cut over tp by tokens, or over ep."""
+        return self.ep > 1 or self.tp > 1
+
     def degree(self, axis: str) -> int:
         """Return the size of ``axis``."""
         return int(getattr(self, str(axis)))
@@ -151,7 +158,7 @@ def build_mesh(degrees: Degrees, device_type: str = "cpu") -> DeviceMesh:
     mesh = init_device_mesh(device_type, sizes, mesh_dim_names=names)
     for view in FOLDS:
         fold(mesh, view)
-    if degrees.ep > 1:
+    if degrees.spreads_experts:
         _carve(mesh, degrees)
     return mesh
 
@@ -164,7 +171,7 @@ def _carve(mesh: DeviceMesh, degrees: Degrees) -> None:
 
 
 def expert_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the mesh ``efsdp x ep`` of a mesh that was built with ``ep > 1``.
+    """Return the mesh ``efsdp x ep`` of a mesh that was built with ``ep > 1`` or ``tp > 1``.
 
     For ``Degrees(dp_shard=2, cp=2, ep=2)``::
 
@@ -196,11 +203,13 @@ _EXPERTS = "_paralign_experts"
 FOLDS = {
     Axis.FSDP: (Axis.DP_SHARD, Axis.CP),
     Axis.LOSS: (Axis.DP_REPLICATE, Axis.DP_SHARD, Axis.CP),
+    Axis.SEQUENCE: (Axis.CP, Axis.TP),
+    Axis.ROUTED: (Axis.DP_REPLICATE, Axis.DP_SHARD, Axis.CP, Axis.TP),
 }
 
 
 def fold(mesh: DeviceMesh, view: Axis) -> DeviceMesh:
-    """Return the 1-D mesh of a folded view: ``fsdp`` or ``loss``.
+    """Return the 1-D mesh of a folded view: one of :data:`FOLDS`.
 
     Comm:
         Creates a process group the first time, which ``build_mesh`` does; none afterwards.

@@ -12,7 +12,7 @@ tokens of the global batch before the backward pass. Everything after that is a 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -23,10 +23,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from paralign.blueprint import Blueprint
 from paralign.errors import ConfigError
 from paralign.layout import local_boxes
-from paralign.mesh import Axis, Degrees, degrees_of, expert_mesh
+from paralign.mesh import Axis, Degrees, degrees_of, expert_mesh, fold
 from paralign.models.compose import structure_problems
 from paralign.models.router import named_biases, named_routers
 from paralign.parallel.data import FSDP, Precision, ReductionCounter, apply_fsdp, plan_units
+from paralign.parallel.expert import ExpertParallel
 from paralign.parallel.pipeline import Pipeline, PipelineRuntime
 from paralign.parallel.precision import apply_precision
 from paralign.parallel.recompute import Recompute, apply_recompute
@@ -37,7 +38,7 @@ from paralign.parallel.tensor import apply_tensor
 from paralign.parallel.tensor_base import Returned, TensorParallel
 from paralign.parallel.tensor_outputs import returned_of
 from paralign.parallel.tied import TiedPair, find_tied, untie
-from paralign.planning import expert_stacks, settle_plan, stage_of_parameters
+from paralign.planning import all_experts, expert_stacks, settle_plan, stage_of_parameters
 from paralign.program import Program
 from paralign.randomness import Init, fill_
 
@@ -144,19 +145,24 @@ def parallelize(
     partial_over_tp: set[str] = set()
     returned: dict[str, Returned] = {}
     for index, stage in stages.items():
+        stacks = expert_stacks(stage, blueprint, stage.layer_names)
         if not is_meta:
             stage.to(device)
         apply_precision(stage, blueprint, precision)
         if degrees.tp > 1:
             partial_over_tp |= apply_tensor(
-                stage, mesh[str(Axis.TP)], plan=blueprint.tensor_parallel(), options=tensor
+                stage,
+                mesh[str(Axis.TP)],
+                plan=blueprint.tensor_parallel(),
+                options=tensor,
+                experts=list(stacks),
             )
             returned |= _returned(stage, blueprint, degree=degrees.tp, options=tensor)
         if loss_chunks > 1:
             stage.chunk_loss(loss_chunks)
         _apply_context(stage, mesh, blueprint, context)
         _balance_whole_sequences(stage, mesh)
-        experts = _apply_experts(stage, mesh, blueprint) if degrees.ep > 1 else []
+        experts = _apply_experts(stage, mesh, stacks) if degrees.spreads_experts else []
         for name in stage.layer_names:
             apply_recompute(stage.get_submodule(name), recompute)
         names = [name for name, _ in stage.named_modules() if name]
@@ -176,6 +182,8 @@ def parallelize(
             _initialise(stage, init or blueprint.init, seed=seed, aliases=aliases)
 
     stream_parts = degrees.tp if tensor.sequence_parallel else 1
+    # Experts see each token on one rank of tp, in any case.
+    token_parts = degrees.tp if all_experts(skeleton, blueprint) else stream_parts
     runtime = PipelineRuntime(
         stages,
         plan=plan,
@@ -196,7 +204,7 @@ def parallelize(
         unused=blueprint.unused_parameters,
         load_balance=context.load_balance,
         device=device,
-        stream_parts=stream_parts,
+        token_parts=token_parts,
         partial_over_tp=partial_over_tp,
         has_router_biases=has_router_biases,
         returned=returned,
@@ -265,8 +273,9 @@ def _apply_context(stage: Stage, mesh: DeviceMesh, blueprint: Blueprint, context
             ).apply(core, cp_mesh)
 
 
-def _apply_experts(stage: Stage, mesh: DeviceMesh, blueprint: Blueprint) -> list[str]:
-    stacks = expert_stacks(stage, blueprint, stage.layer_names)
+def _apply_experts(
+    stage: Stage, mesh: DeviceMesh, stacks: Mapping[str, ExpertParallel]
+) -> list[str]:
     for name, style in stacks.items():
         style.apply(stage.get_submodule(name), expert_mesh(mesh)[str(Axis.EP)])
     return list(stacks)
@@ -274,7 +283,7 @@ def _apply_experts(stage: Stage, mesh: DeviceMesh, blueprint: Blueprint) -> list
 
 def _balance_whole_sequences(stage: Stage, mesh: DeviceMesh) -> None:
     """Let routers see how often experts were selected in whole sequences, not in a slice."""
-    group = mesh[str(Axis.CP)].get_group()
+    group = fold(mesh, Axis.SEQUENCE).get_group()
 
     def sum_over_sequence(counts: Tensor) -> Tensor:
         dist.all_reduce(counts, group=group)

@@ -90,7 +90,7 @@ def resolve_plan(
         layers_per_stage=pipeline.layers_per_stage,
         wrap=fsdp.wrap,
         reshard_after_forward=fsdp.reshard_after_forward,
-        has_expert_units=degrees.ep > 1,
+        has_expert_units=degrees.spreads_experts and bool(all_experts(model, blueprint)),
         compute_dtype=_dtype_name(precision.compute or master),
         reduce_dtype=_dtype_name(precision.reduce or master),
         loss_chunks=loss_chunks,
@@ -158,8 +158,13 @@ def check_tensor_plan(
     """
     if degrees.tp == 1:
         return
-    plan = blueprint.tensor_parallel()
-    if found := tensor_problems(model, plan, degree=degrees.tp, options=tensor):
+    if found := tensor_problems(
+        model,
+        blueprint.tensor_parallel(),
+        degree=degrees.tp,
+        options=tensor,
+        experts=list(all_experts(model, blueprint)),
+    ):
         title = f"{type(model).__name__} cannot be spread over axis 'tp' ({degrees.tp} ranks)"
         raise ConfigError.from_problems(title, found)
 
@@ -204,22 +209,27 @@ def expert_stacks(
     }
 
 
+def all_experts(model: nn.Module, blueprint: Blueprint) -> dict[str, ExpertParallel]:
+    """Return the stacks of experts in all layers of ``model``, by global name."""
+    layers = model.get_submodule(blueprint.layers_name)._modules
+    return expert_stacks(model, blueprint, [f"{blueprint.layers_name}.{i}" for i in layers])
+
+
 def check_experts(model: nn.Module, blueprint: Blueprint, degrees: Degrees) -> None:
     """Check that the blueprint's experts can be spread over ep.
 
     Raises:
         ConfigError: All problems are listed.
     """
-    if degrees.ep == 1:
+    if not degrees.spreads_experts:
         return
-    layers = model.get_submodule(blueprint.layers_name)._modules
-    stacks = expert_stacks(model, blueprint, [f"{blueprint.layers_name}.{i}" for i in layers])
+    stacks = all_experts(model, blueprint)
     found = [
         f"{name}: {problem}"
         for name, style in stacks.items()
         for problem in style.problems(model.get_submodule(name), degrees.ep)
     ]
-    if not stacks:
+    if not stacks and degrees.ep > 1:
         found = [
             f"experts() names no module that any layer has, and axis 'ep' has {degrees.ep} ranks. "
             "Name the stacks of experts in a layer, or use ep=1"

@@ -49,7 +49,7 @@ class Program:
         unused: Sequence[str],
         load_balance: bool,
         device: torch.device,
-        stream_parts: int = 1,
+        token_parts: int = 1,
         partial_over_tp: Collection[str] = (),
         has_router_biases: bool = False,
         returned: Mapping[str, Returned] | None = None,
@@ -65,7 +65,7 @@ class Program:
         self._unused = tuple(unused)
         self._load_balance = load_balance
         self._device = device
-        self._stream_parts = stream_parts
+        self._token_parts = token_parts
         self._tp_mesh = mesh[str(Axis.TP)]
         self._parameters = {
             name: parameter
@@ -147,7 +147,7 @@ class Program:
             rank=self._mesh.get_rank(),
             num_microbatches=self._plan.num_microbatches,
             load_balance=self._load_balance,
-            stream_parts=self._stream_parts,
+            token_parts=self._token_parts,
         )
         for name, tensor in local.tensors.items():
             local.tensors[name] = tensor.to(self._device)
@@ -215,9 +215,9 @@ class Program:
         Does nothing for a model without router biases, which needs no call.
 
         Comm:
-            One all-reduce of a whole number per expert and layer of this rank, over ``loss``.
+            One all-reduce of a whole number per expert and layer of this rank, over ``routed``.
         """
-        group = fold(self._mesh, Axis.LOSS).get_group()
+        group = fold(self._mesh, Axis.ROUTED).get_group()
 
         def sum_over_tokens(counts: Tensor) -> Tensor:
             dist.all_reduce(counts, group=group)
@@ -249,7 +249,7 @@ class Program:
         whole = {n: p for n, p in owned.items() if is_replicated(p, Axis.TP)}
         cut = {n: p for n, p in owned.items() if n not in whole}
         # Replicas hold equal gradients: the sum over the world counts each dp_replicate times, and
-        # what is not cut over tp that many times again.
+        # what is not cut over tp that many times again. Experts are cut over it.
         squares = self._squares(cut) + self._squares(whole) / self._degrees.tp
         squares = (squares / self._degrees.dp_replicate).to(self._device)
         dist.all_reduce(squares)

@@ -84,7 +84,8 @@ def plan_of(config: RunConfig, model: ModelChoice | None = None) -> Plan:
         layers_per_stage=pipeline.layers_per_stage,
         wrap=config.fsdp.wrap,
         reshard_after_forward=config.fsdp.reshard,
-        has_expert_units=config.mesh.ep > 1,
+        has_expert_units=config.mesh.ep > 1
+        or (config.mesh.tp > 1 and bool(model.size("num_experts"))),
         compute_dtype=config.precision.compute,
         reduce_dtype=config.precision.reduce,
         loss_chunks=config.loss.chunks,
@@ -193,7 +194,7 @@ def _sequence(facts: Facts) -> Iterator[str]:
         load_balance=config.context.load_balance,
     )
     yield from (f"{problem.rstrip('.')}.{left}" for problem in problems)
-    yield from _stream(config) if not problems else ()
+    yield from _stream(config, bool(model.size("num_experts"))) if not problems else ()
 
 
 def _overlap(facts: Facts) -> Iterator[str]:
@@ -206,9 +207,10 @@ def _overlap(facts: Facts) -> Iterator[str]:
         )
 
 
-def _stream(config: RunConfig) -> Iterator[str]:
-    """The stream of a rank is cut over tp once more, with sequence parallel."""
-    parts = config.mesh.tp if config.tensor.sequence_parallel else 1
+def _stream(config: RunConfig, has_experts: bool) -> Iterator[str]:
+    """The stream of a rank is cut over tp once more, with sequence parallel or at experts."""
+    cuts_sequence = config.tensor.sequence_parallel
+    parts = config.mesh.tp if cuts_sequence or has_experts else 1
     local = config.batch.seq_len // config.mesh.cp
     if local % parts:
         share = math.lcm(
@@ -219,7 +221,12 @@ def _stream(config: RunConfig) -> Iterator[str]:
         yield (
             f"batch.seq_len={config.batch.seq_len} over cp={config.mesh.cp} leaves {local} tokens, "
             f"which do not divide over axis 'tp' ({parts} ranks, remainder {local % parts}), as "
-            f"tensor.sequence_parallel needs. Use {fix}, or tensor.sequence_parallel=false."
+            + (
+                f"experts need. Use {fix}."
+                if has_experts
+                else f"tensor.sequence_parallel needs. Use {fix}, or "
+                "tensor.sequence_parallel=false."
+            )
         )
 
 

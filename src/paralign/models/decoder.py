@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from paralign.blueprint import Batch, Blueprint
 from paralign.loss import Predicted, predicted_of
+from paralign.models.moe_sizes import MoeSizes
 from paralign.models.rotary import Rotary
 from paralign.randomness import Init
 
@@ -36,6 +37,7 @@ class DecoderBlueprint(Blueprint):
         init_std: Standard deviation of initial weights.
         residual_names: Ends of the names of projections that write into the residual stream; theirs
             is smaller by ``sqrt(2 * num_layers)``, so that the stream does not grow with depth.
+        sizes: Which layers have experts.
     """
 
     prologue_names = ("embedding",)
@@ -46,8 +48,15 @@ class DecoderBlueprint(Blueprint):
     stream_readers = ("layers.*.attention_norm", "layers.*.ffn_norm", "norm")
 
     def __init__(
-        self, *, num_layers: int, init_std: float, residual_names: tuple[str, ...]
+        self,
+        *,
+        num_layers: int,
+        init_std: float,
+        residual_names: tuple[str, ...],
+        sizes: MoeSizes,
     ) -> None:
+        self._has_experts = [sizes.is_moe_layer(index) for index in range(num_layers)]
+        self._has_shared = sizes.shared_hidden_size > 0
         self._init_std = init_std
         self._residual_std = init_std / math.sqrt(2 * num_layers)
         self._residual_names = residual_names
@@ -92,12 +101,9 @@ class DecoderBlueprint(Blueprint):
     def tensor_parallel(self) -> dict[str, TensorStyle]:
         """Spread everything but attention, which a subclass adds.
 
-        The vocabulary is cut in embedding and head; gate and up by columns and down by rows.
+        The vocabulary is cut in embedding and head.
         """
         from paralign.parallel.tensor_styles import (
-            ColumnParallel,
-            RowParallel,
-            SharedInput,
             TokenWise,
             VocabularyHead,
             VocabularyParallel,
@@ -107,12 +113,43 @@ class DecoderBlueprint(Blueprint):
             "embedding": VocabularyParallel(),
             "layers.*.attention_norm": TokenWise(),
             "layers.*.ffn_norm": TokenWise(),
-            "layers.*.ffn": SharedInput(),
+            **self._dense(),
+            **self._routed(),
+            "norm": TokenWise(),
+            "head": VocabularyHead(),
+        }
+
+    def _dense(self) -> dict[str, TensorStyle]:
+        """Cut gate and up by columns, and down by rows."""
+        from paralign.parallel.tensor_styles import ColumnParallel, RowParallel, SharedInput
+
+        layers = [str(i) for i, has_experts in enumerate(self._has_experts) if not has_experts]
+        if not layers:
+            return {}
+        if len(layers) == len(self._has_experts):
+            layers = ["*"]
+        return {
+            **{f"layers.{layer}.ffn": SharedInput() for layer in layers},
             "layers.*.ffn.gate": ColumnParallel(),
             "layers.*.ffn.up": ColumnParallel(),
             "layers.*.ffn.down": RowParallel(),
-            "norm": TokenWise(),
-            "head": VocabularyHead(),
+        }
+
+    def _routed(self) -> dict[str, TensorStyle]:
+        """Let router and shared expert see a rank's own tokens only, as the experts must."""
+        from paralign.parallel.tensor_styles import TokenWise
+        from paralign.parallel.tensor_tokens import OwnTokens
+
+        layers = [str(i) for i, has_experts in enumerate(self._has_experts) if has_experts]
+        if not layers:
+            return {}
+        if len(layers) == len(self._has_experts):
+            layers = ["*"]
+        shared = {"layers.*.ffn.shared": TokenWise()} if self._has_shared else {}
+        return {
+            **{f"layers.{layer}.ffn": OwnTokens() for layer in layers},
+            "layers.*.ffn.router": TokenWise(),
+            **shared,
         }
 
     def init(self, name: str, shape: tuple[int, ...]) -> Init:

@@ -68,11 +68,6 @@ class MoeSizes:
 
 def expert_parallel_problems(sizes: MoeSizes, degrees: Degrees) -> list[str]:
     """Return what keeps experts from this mesh, one sentence each."""
-    if sizes.has_experts and degrees.tp > 1:
-        return [
-            f"num_experts={sizes.num_experts} over axis 'tp' ({degrees.tp} ranks): experts are not "
-            "split over tp in this version. Use tp=1, or a preset without experts."
-        ]
     if degrees.ep == 1:
         return []
     if not sizes.has_experts:

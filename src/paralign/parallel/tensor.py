@@ -7,7 +7,8 @@ every rank or a partial sum. See ``docs/tensor-parallel.md``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
@@ -18,13 +19,19 @@ from paralign.errors import LayoutError
 from paralign.parallel.tensor_base import TensorParallel, TensorStyle
 from paralign.parallel.tensor_overlap import Handoff
 from paralign.parallel.tensor_styles import ColumnParallel, SharedInput
+from paralign.parallel.tensor_tokens import OwnTokens
 from paralign.parallel.tensor_weights import Spread, spread_
 
 TensorPlan = Mapping[str, TensorStyle]
 
 
 def tensor_problems(
-    model: nn.Module, plan: TensorPlan, *, degree: int, options: TensorParallel
+    model: nn.Module,
+    plan: TensorPlan,
+    *,
+    degree: int,
+    options: TensorParallel,
+    experts: Sequence[str] = (),
 ) -> list[str]:
     """Return why ``plan`` cannot spread ``model`` over ``degree`` ranks, one sentence each.
 
@@ -33,6 +40,8 @@ def tensor_problems(
         plan: Pattern of module names, ``*`` for one part of a name -> style.
         degree: Ranks of tp.
         options: Settings of the run.
+        experts: Global names of the stacks of experts, which are spread over another mesh. They
+            must be inside a module with the style ``OwnTokens``.
     """
     if not plan:
         return [
@@ -53,7 +62,12 @@ def tensor_problems(
     for name, style in styles_of(model, plan, options):
         module = model.get_submodule(name)
         problems += [f"{name}: {problem}" for problem in style.problems(module, degree)]
-    return problems or _coverage_problems(model, plan, degree=degree, options=options)
+    if problems:
+        return problems
+    return [
+        *_coverage_problems(model, plan, degree=degree, options=options, experts=experts),
+        *_repeated_experts(model, plan, options, experts),
+    ]
 
 
 def spreads_of(
@@ -68,7 +82,12 @@ def spreads_of(
 
 
 def apply_tensor(
-    stage: nn.Module, mesh: DeviceMesh, *, plan: TensorPlan, options: TensorParallel
+    stage: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    plan: TensorPlan,
+    options: TensorParallel,
+    experts: Sequence[str] = (),
 ) -> set[str]:
     """Spread the parameters of ``stage`` in place and wrap its modules.
 
@@ -77,6 +96,7 @@ def apply_tensor(
         mesh: The 1-D mesh of the axis.
         plan: As :func:`tensor_problems`; patterns that only other stages match are left to them.
         options: Settings of the run.
+        experts: Stacks of experts in ``stage``, which are left alone.
 
     Returns:
         Names of the parameters whose gradient is a partial sum over the axis: hand them to
@@ -90,7 +110,11 @@ def apply_tensor(
     spread_(stage, spreads, mesh)
     for name, style in styles_of(stage, plan, options):
         style.apply(stage.get_submodule(name), mesh)
-    left = [name for name, _ in stage.named_parameters() if name not in spreads]
+    left = [
+        name
+        for name, _ in stage.named_parameters()
+        if name not in spreads and not _is_inside(name, experts)
+    ]
     if left:
         raise LayoutError(f"no style covers {', '.join(left)}. Add their modules to the plan.")
     return {name for name, spread in spreads.items() if spread.is_partial}
@@ -107,6 +131,7 @@ def styles_of(
         if (pattern := next((p for p in plan if _matches(name, p)), None)) is not None
     }
     columns = [name for name, style in found.items() if isinstance(style, ColumnParallel)]
+    own = [name for name, style in found.items() if isinstance(style, OwnTokens)]
     for name, style in found.items():
         outer = next((other for other in shared if name.startswith(f"{other}.")), None)
         handoff = shared[outer] if outer is not None else None
@@ -114,11 +139,30 @@ def styles_of(
             feeds = any(column.startswith(f"{name}.") for column in columns)
             handoff = Handoff() if options.overlap == "chunks" and feeds else None
             shared[name] = handoff
-        yield name, style.configured(options, enters=outer is None, handoff=handoff)
+        # A rank's own tokens are what it has with sequence parallel.
+        cut = replace(options, sequence_parallel=True) if _is_inside(name, own) else options
+        yield name, style.configured(cut, enters=outer is None, handoff=handoff)
+
+
+def _repeated_experts(
+    model: nn.Module, plan: TensorPlan, options: TensorParallel, experts: Sequence[str]
+) -> list[str]:
+    own = [n for n, style in styles_of(model, plan, options) if isinstance(style, OwnTokens)]
+    return [
+        f"{name} holds experts and is inside no module with style OwnTokens, so that ranks of tp "
+        "would compute the same tokens. Give it to the module that calls router and experts"
+        for name in experts
+        if not _is_inside(name, own)
+    ]
 
 
 def _coverage_problems(
-    model: nn.Module, plan: TensorPlan, *, degree: int, options: TensorParallel
+    model: nn.Module,
+    plan: TensorPlan,
+    *,
+    degree: int,
+    options: TensorParallel,
+    experts: Sequence[str],
 ) -> list[str]:
     owners: dict[str, list[str]] = {}
     spreads: dict[int, set[Spread]] = {}
@@ -131,7 +175,13 @@ def _coverage_problems(
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
         covering = owners.get(name, [])
-        if not covering:
+        if _is_inside(name, experts):
+            problems += [
+                f"{name} is one of the blueprint's experts() and is covered by {other} as well. "
+                "Keep one"
+                for other in covering
+            ]
+        elif not covering:
             problems.append(
                 f"no style covers {name}. Add its module to tensor_parallel(); TokenWise() if it "
                 "treats each token alone"
@@ -145,6 +195,10 @@ def _coverage_problems(
                 f"{' and '.join(names[key])} are one parameter spread in two ways: {ways}"
             )
     return problems
+
+
+def _is_inside(name: str, modules: Iterable[str]) -> bool:
+    return any(name.startswith(f"{module}.") for module in modules)
 
 
 def _matches(name: str, pattern: str) -> bool:

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from paralign.local_weights import distribute, local_of
+from paralign.mesh import CARVED, Axis
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +66,8 @@ def is_replicated(parameter: Tensor, axis: str) -> bool:
         return True
     names = parameter.device_mesh.mesh_dim_names or ()
     if str(axis) not in names:
-        return True
+        # Experts lie on axes that tp is folded into.
+        return not (str(Axis.EFSDP) in names and str(axis) in map(str, CARVED))
     return isinstance(parameter.placements[names.index(str(axis))], Replicate)
 
 

@@ -23,6 +23,7 @@ class LlamaBlueprint(DecoderBlueprint):
             num_layers=config.num_layers,
             init_std=config.init_std,
             residual_names=("attention.wo", "ffn.down", "shared.down", "experts.down"),
+            sizes=config,
         )
         self._config = config
 
