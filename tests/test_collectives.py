@@ -14,7 +14,9 @@ from paralign.collectives import (
     all_reduce_backward,
     all_reduce_forward,
     all_to_all_rows,
+    join_dim,
     reduce_scatter_dim,
+    split_dim,
 )
 from paralign.errors import LayoutError
 from paralign.testing import run_on_ranks
@@ -87,12 +89,16 @@ def _on_meta() -> list[tuple[int, ...]]:
         tuple(all_to_all_dims(x, split_dim=1, concat_dim=2, group=group).shape),
         tuple(all_gather_dim(x, dim=0, group=group).shape),
         tuple(reduce_scatter_dim(x, dim=2, group=group).shape),
+        tuple(split_dim(x, dim=1, group=group).shape),
+        tuple(join_dim(x, dim=1, group=group).shape),
     ]
 
 
 @pytest.mark.ranks
 def test_on_meta_only_shapes_are_computed():
-    assert run_on_ranks(_on_meta, 2) == [[(2, 2, 12), (4, 4, 6), (2, 4, 3)]] * 2
+    assert run_on_ranks(_on_meta, 2) == [
+        [(2, 2, 12), (4, 4, 6), (2, 4, 3), (2, 2, 6), (2, 8, 6)]
+    ] * 2
 
 
 def _refused() -> str:
@@ -135,6 +141,30 @@ def _sum_forward_and_backward() -> list[bool]:
 @pytest.mark.parametrize("degree", DEGREES)
 def test_a_sum_passes_its_gradient_on_and_a_copy_sums_it(degree: int):
     assert run_on_ranks(_sum_forward_and_backward, degree) == [[True] * 5] * degree
+
+
+def _split_and_join() -> list[bool]:
+    group, rank, n = world()
+    whole, grad = seeded(0, 3 * n, 2, 4).transpose(0, 1), seeded(1, 2, 3 * n, 4)
+    x = whole.clone().requires_grad_()
+    own = split_dim(x, dim=1, group=group)
+    own.backward(grad.chunk(n, 1)[rank])  # each rank has the gradient of its own part
+    piece = whole.chunk(n, 1)[rank].clone().requires_grad_()
+    joined = join_dim(piece, dim=1, group=group)
+    joined.backward(grad)  # and all go on alike with what is joined
+    assert x.grad is not None and piece.grad is not None
+    return [
+        torch.equal(own, whole.chunk(n, 1)[rank]) and not own._is_view(),
+        torch.equal(x.grad, grad),
+        torch.equal(joined, whole),
+        torch.equal(piece.grad, grad.chunk(n, 1)[rank]),
+    ]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("degree", DEGREES)
+def test_a_split_makes_its_gradient_whole_and_a_join_cuts_it(degree: int):
+    assert run_on_ranks(_split_and_join, degree) == [[True] * 4] * degree
 
 
 def _send_rows() -> bool:

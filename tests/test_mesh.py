@@ -120,8 +120,14 @@ def test_the_mesh_of_eight_ranks_has_the_coordinates_and_the_folded_views():
         assert degrees == DEGREES
         assert names == ("pp", "dp_replicate", "dp_shard", "cp", "tp")
         replica = rank // 4
-        assert groups == {"fsdp": list(range(4 * replica, 4 * replica + 4)), "loss": list(range(8))}
-        assert places == {"fsdp": rank % 4, "loss": rank}
+        first = rank - rank % 2
+        assert groups == {
+            "fsdp": list(range(4 * replica, 4 * replica + 4)),
+            "loss": list(range(8)),
+            "sequence": [first, first + 1],
+            "routed": list(range(8)),
+        }
+        assert places == {"fsdp": rank % 4, "loss": rank, "sequence": rank % 2, "routed": rank}
 
 
 def build_for_another_world():
@@ -148,8 +154,8 @@ def test_a_mesh_without_the_axes_is_refused():
     )
 
 
-def carved() -> dict[str, Any]:
-    mesh = build_mesh(Degrees(dp_shard=2, cp=2, ep=2))
+def carved(degrees: Degrees) -> dict[str, Any]:
+    mesh = build_mesh(degrees)
     experts = expert_mesh(mesh)
     groups = {
         name: dist.get_process_group_ranks(experts[name].get_group()) for name in ("efsdp", "ep")
@@ -158,11 +164,21 @@ def carved() -> dict[str, Any]:
 
 
 @pytest.mark.ranks
-def test_ep_is_carved_out_of_the_inner_axes_with_neighbours_together():
-    outcomes = run_on_ranks(carved, 4)
+@pytest.mark.parametrize(
+    "degrees", [Degrees(dp_shard=2, cp=2, ep=2), Degrees(dp_shard=2, tp=2, ep=2)]
+)
+def test_ep_is_carved_out_of_the_inner_axes_with_neighbours_together(degrees):
+    outcomes = run_on_ranks(carved, 4, degrees)
     assert [o["ep"] for o in outcomes] == [[0, 1], [0, 1], [2, 3], [2, 3]]
     assert [o["efsdp"] for o in outcomes] == [[0, 2], [1, 3], [0, 2], [1, 3]]
-    assert {o["degrees"] for o in outcomes} == {Degrees(dp_shard=2, cp=2, ep=2)}
+    assert {o["degrees"] for o in outcomes} == {degrees}
+
+
+@pytest.mark.ranks
+def test_with_tp_experts_are_sharded_over_it_also_without_ep():
+    outcomes = run_on_ranks(carved, 4, Degrees(dp_shard=2, tp=2))
+    assert [o["efsdp"] for o in outcomes] == [[0, 1, 2, 3]] * 4
+    assert [o["ep"] for o in outcomes] == [[0], [1], [2], [3]]
 
 
 def not_carved() -> str:

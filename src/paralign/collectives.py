@@ -14,9 +14,9 @@ forward                  backward                who receives what (n ranks)
 =======================  ======================  =========================================
 
 A gathered tensor is used by every rank, so its gradient is a *sum* over ranks, never only the
-rank's own slice. The last four are for tensors that every rank holds whole: what comes out
-of a sum, or is joined, has the same gradient on every rank, and what every rank uses a part of gets
-its gradient in parts. A group of one rank takes the same code path. On the meta device shapes come out
+rank's own slice. The last four are for tensors that every rank holds whole: what comes out of a sum
+or is joined has the same gradient on every rank, and what every rank uses a part of gets its
+gradient in parts. A group of one rank takes the same code path. On the meta device shapes come out
 right and nothing is sent, so a model that holds these can be shape-checked without ranks.
 """
 

@@ -102,7 +102,7 @@ class Degrees:
 
     @property
     def spreads_experts(self) -> bool:
-        """Whether experts lie on a mesh of their own: they are cut over tp by tokens, or over ep."""
+        """Whether experts lie on a mesh of their own, ``efsdp x ep``."""
         return self.ep > 1 or self.tp > 1
 
     def degree(self, axis: str) -> int:

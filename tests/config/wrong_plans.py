@@ -206,6 +206,16 @@ PLANS = [
         fix="Use seq_len=40 or 44",
     ),
     wrong_set(
+        "experts_over_tp",
+        "mesh={tp: 4}",
+        "model.preset=mixtral_tiny",
+        "tensor={sequence_parallel: false}",
+        "batch.seq_len=42",
+        value="batch.seq_len=42 over cp=1",
+        rule="remainder 2), as experts need",
+        fix="Use seq_len=40 or 44.",
+    ),
+    wrong_set(
         "expert_parallel",
         "mesh.ep=2",
         value="ep=2",

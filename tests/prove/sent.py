@@ -82,10 +82,12 @@ def ranks_of(args: Any) -> Iterator[tuple[int, ...]]:
 
 def axes_of(mesh: DeviceMesh) -> dict[tuple[int, ...], str]:
     """Return ranks of a group -> what ``check`` calls it."""
-    views = {"fsdp": "dp_shard x cp", "loss": "world"}
+    degrees = degrees_of(mesh)
     groups = {str(axis): mesh[str(axis)] for axis in MESH_AXES}
-    groups |= {views[str(view)]: fold(mesh, view) for view in FOLDS}
-    if degrees_of(mesh).ep > 1:
+    for view, axes in FOLDS.items():
+        name = " x ".join(str(axis) for axis in axes if degrees.degree(axis) > 1)
+        groups.setdefault(name or str(view), fold(mesh, view))
+    if degrees.spreads_experts:
         groups |= {axis: expert_mesh(mesh)[axis] for axis in ("efsdp", "ep")}
     names: dict[tuple[int, ...], str] = {}
     for name, group in groups.items():

@@ -187,6 +187,13 @@ CASES: dict[str, list[dict[str, Any]]] = {
     "one rank": [{"pipeline": pipe("GPipe", 2)}],
     "pp dp_shard ep": [{"pipeline": pipe("1F1B", 2), "model": MOE}],
     "pp cp ep": [{"pipeline": pipe("GPipe", 1), "model": MOE}],
+    "dp_shard tp ep": [
+        {"pipeline": pipe("GPipe", 2), "model": MOE},
+        {"pipeline": pipe("GPipe", 1), "model": MOE, "tensor": {"sequence_parallel": False}},
+    ],
+    "cp tp of experts": [
+        {"pipeline": pipe("GPipe", 1), "model": MOE, "tensor": {"sequence_parallel": False}},
+    ],
 }
 MESHES = {
     "pp dp_shard cp": {"pp": 2, "dp_shard": 2, "cp": 2},
@@ -198,6 +205,8 @@ MESHES = {
     "one rank": {},
     "pp dp_shard ep": {"pp": 2, "dp_shard": 4, "ep": 2},
     "pp cp ep": {"pp": 2, "cp": 4, "ep": 2},
+    "dp_shard tp ep": {"pp": 2, "dp_shard": 2, "tp": 2, "ep": 2},
+    "cp tp of experts": {"cp": 2, "tp": 2},
 }
 
 

@@ -66,7 +66,7 @@ def tensor_problems(
         return problems
     return [
         *_coverage_problems(model, plan, degree=degree, options=options, experts=experts),
-        *_repeated_experts(model, plan, options, experts),
+        *_own_token_problems(model, plan, options, experts),
     ]
 
 
@@ -144,11 +144,18 @@ def styles_of(
         yield name, style.configured(cut, enters=outer is None, handoff=handoff)
 
 
-def _repeated_experts(
+def _own_token_problems(
     model: nn.Module, plan: TensorPlan, options: TensorParallel, experts: Sequence[str]
 ) -> list[str]:
-    own = [n for n, style in styles_of(model, plan, options) if isinstance(style, OwnTokens)]
-    return [
+    styles = list(styles_of(model, plan, options))
+    own = [name for name, style in styles if isinstance(style, OwnTokens)]
+    problems = [
+        f"{name} has style {type(style).__name__}, which sends the stream, inside a module with "
+        "style OwnTokens, where a rank has its own tokens alone. Use TokenWise()"
+        for name, style in styles
+        if style.crossing and _is_inside(name, own)
+    ]
+    return problems + [
         f"{name} holds experts and is inside no module with style OwnTokens, so that ranks of tp "
         "would compute the same tokens. Give it to the module that calls router and experts"
         for name in experts

@@ -150,7 +150,7 @@ def _units(declared: Sequence[ParameterDeclaration], degrees: Degrees) -> list[_
     units = []
     for (pp_rank, stage, name), group in groupby(sorted(declared, key=key), key=key):
         members = list(group)
-        is_expert = str(Axis.EP) in members[0].placements
+        is_expert = any(str(a) in members[0].placements for a in (Axis.EFSDP, Axis.EP))
         num_shards = degrees.efsdp if is_expert else degrees.fsdp
         padded = {p.name: _padded(_left(p, degrees), num_shards) for p in members}
         units.append(

@@ -14,7 +14,7 @@ from paralign.blueprint import Blueprint
 from paralign.config.model_choice import choose_model
 from paralign.config.run import RunConfig
 from paralign.declaration import ParameterDeclaration
-from paralign.mesh import Axis
+from paralign.mesh import FOLDS, Axis, Degrees
 from paralign.models.router import Router, named_routers
 from paralign.parallel.support import Plan
 from paralign.planning import expert_stacks
@@ -68,10 +68,12 @@ def expert_traffic(
     """
     degrees, m = config.mesh.degrees, plan.num_microbatches
     ep = degrees.ep
+    # The skeleton's stream is whole without sequence parallel; experts see a rank's part of it.
+    parts = 1 if config.tensor.sequence_parallel else degrees.tp
     calls = [call for call in watch.calls if _is_in(call.layer, pieces)]
     rows_bytes = 0
     for call in calls:
-        rows = call.num_tokens * min(call.top_k, ep - 1)
+        rows = call.num_tokens // parts * min(call.top_k, ep - 1)
         # Tokens and weights there, tokens back, and the gradients of all; indices once.
         row = 2 * (2 * call.token_bytes + call.weights_bytes) + INDEX_BYTES * call.top_k
         rows_bytes += rows * row + sent(COUNT_BYTES * ep, ep)
@@ -94,22 +96,26 @@ def _balance_traffic(
     degrees, m = config.mesh.degrees, plan.num_microbatches
     rows = config.batch.global_batch // degrees.dp // m
     losses = [r.sizes.num_experts for r in routers if r.sizes.balance_loss > 0]
+    ranks = degrees.cp * degrees.tp
     yield Traffic(
         what="experts selected",
         collective="all-reduce",
-        axis=str(Axis.CP),
+        axis=_named(FOLDS[Axis.SEQUENCE], degrees),
         calls=m * len(losses),
-        num_bytes=m * sum(all_reduced(COUNT_BYTES * rows * (n + 1), degrees.cp) for n in losses),
+        num_bytes=m * sum(all_reduced(COUNT_BYTES * rows * (n + 1), ranks) for n in losses),
     )
     biases = sum(r.sizes.num_experts for r in routers if r.bias is not None)
-    over = [a for a in (Axis.DP_REPLICATE, Axis.DP_SHARD, Axis.CP) if degrees.degree(a) > 1]
     yield Traffic(
         what="router biases",
         collective="all-reduce",
-        axis=" x ".join(map(str, over)),
+        axis=_named(FOLDS[Axis.ROUTED], degrees),
         calls=1,
-        num_bytes=all_reduced(COUNT_BYTES * biases, degrees.dp * degrees.cp),
+        num_bytes=all_reduced(COUNT_BYTES * biases, degrees.dp * ranks),
     )
+
+
+def _named(axes: Sequence[Axis], degrees: Degrees) -> str:
+    return " x ".join(str(axis) for axis in axes if degrees.degree(axis) > 1)
 
 
 def active_parameters(

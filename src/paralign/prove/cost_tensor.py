@@ -28,7 +28,7 @@ class Crossing:
 
     Attributes:
         module: Global name.
-        kind: ``enter`` or ``leave``.
+        kind: ``enter``, ``leave`` or ``split``: into the ranks' own tokens, and joined again.
         num_bytes: What this rank holds of the stream there.
         num_tokens: Tokens of a row in that.
         in_chunks: Whether linears work on chunks of it.
@@ -56,7 +56,7 @@ class StreamWatch:
         self.crossings: list[Crossing] = []
         for name, style in styles_of(skeleton, plan, options):
             module = skeleton.get_submodule(name)
-            if style.crossing == "enter":
+            if style.crossing in ("enter", "split"):
                 module.register_forward_pre_hook(self._entering(name, style))
             elif style.crossing == "leave":
                 module.register_forward_hook(self._leaving(name, style))
@@ -112,7 +112,17 @@ def tensor_traffic(
     tp, m = config.mesh.tp, plan.num_microbatches
     if tp == 1:
         return
-    crossings = list(stream.of(pieces))
+    everything = list(stream.of(pieces))
+    crossings = [crossing for crossing in everything if crossing.kind != "split"]
+    split = [crossing for crossing in everything if crossing.kind == "split"]
+    # What comes out is joined, and so is the gradient of what went in.
+    yield Traffic(
+        what="tokens of experts",
+        collective="all-gather",
+        axis=str(Axis.TP),
+        calls=2 * m * len(split),
+        num_bytes=2 * m * sum(sent(crossing.num_bytes, tp) for crossing in split),
+    )
     held = sum(crossing.num_bytes for crossing in crossings)
     at_head = sum(crossing.num_bytes for crossing in crossings if crossing.module == head)
     chunks, again = plan.loss_chunks, plan.loss_recomputations

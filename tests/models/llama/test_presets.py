@@ -13,8 +13,7 @@ from paralign.models.llama.presets import PRESETS, problems, tiny
 @pytest.mark.parametrize("name", sorted(PRESETS))
 def test_presets_keep_every_rule(name):
     config = PRESETS[name]()
-    tp = 1 if config.has_experts else 2
-    assert problems(config, Degrees(pp=2, dp_shard=2, cp=2, tp=tp), 64) == []
+    assert problems(config, Degrees(pp=2, dp_shard=2, cp=2, tp=2), 64) == []
 
 
 def test_sizes_that_are_no_counts_are_listed_together_and_alone():
