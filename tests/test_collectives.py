@@ -96,9 +96,9 @@ def _on_meta() -> list[tuple[int, ...]]:
 
 @pytest.mark.ranks
 def test_on_meta_only_shapes_are_computed():
-    assert run_on_ranks(_on_meta, 2) == [
-        [(2, 2, 12), (4, 4, 6), (2, 4, 3), (2, 2, 6), (2, 8, 6)]
-    ] * 2
+    assert (
+        run_on_ranks(_on_meta, 2) == [[(2, 2, 12), (4, 4, 6), (2, 4, 3), (2, 2, 6), (2, 8, 6)]] * 2
+    )
 
 
 def _refused() -> str:

@@ -46,6 +46,7 @@ AXES = [
 PRIVATE_TORCH = {
     "models/compose.py": "torch.utils._pytree",  # compare nested outputs of any shape
     "parallel/recompute.py": "torch.utils._pytree",  # find the tensors in arguments of any shape
+    "parallel/tensor_tokens.py": "torch.utils._pytree",  # cut the tensors in arguments of any shape
     "parallel/context_guards.py": "torch._subclasses",  # a fake tensor has no values to check
 }
 

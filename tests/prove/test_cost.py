@@ -191,7 +191,7 @@ CASES: dict[str, list[dict[str, Any]]] = {
         {"pipeline": pipe("GPipe", 2), "model": MOE},
         {"pipeline": pipe("GPipe", 1), "model": MOE, "tensor": {"sequence_parallel": False}},
     ],
-    "cp tp of experts": [
+    "pp cp tp of experts": [
         {"pipeline": pipe("GPipe", 1), "model": MOE, "tensor": {"sequence_parallel": False}},
     ],
 }
@@ -205,8 +205,8 @@ MESHES = {
     "one rank": {},
     "pp dp_shard ep": {"pp": 2, "dp_shard": 4, "ep": 2},
     "pp cp ep": {"pp": 2, "cp": 4, "ep": 2},
-    "dp_shard tp ep": {"pp": 2, "dp_shard": 2, "tp": 2, "ep": 2},
-    "cp tp of experts": {"cp": 2, "tp": 2},
+    "dp_shard tp ep": {"dp_shard": 4, "tp": 2, "ep": 4},
+    "pp cp tp of experts": {"pp": 2, "cp": 2, "tp": 2},
 }
 
 
@@ -225,6 +225,8 @@ def named(counts: Counts, config: RunConfig) -> Counts:
     for (kind, axis), (calls, sent) in counts.items():
         if degrees.fsdp == degrees.world_size and axis == "world" and kind != "all-reduce":
             axis = "cp"
+        if axis == "cp x tp" and kind != "all-reduce":
+            axis = "efsdp"
         if axis.startswith("("):
             axis = "cp"  # one of the two parts of a hybrid
         if sent:  # a group of one rank moves nothing
