@@ -47,3 +47,14 @@ def test_unknown_preset(capsys):
 def test_no_folder_to_write_into(capsys):
     assert main(["init", "-o", "no/such/RUN.yaml"]) == 2
     assert "there is no folder" in capsys.readouterr().err
+
+
+def test_a_preset_that_does_not_fit_the_ranks_is_refused_with_meshes_that_do(capsys):
+    assert main(["init", "pangu_moe_8", "--world", "8", "-o", "x.yaml"]) == 0
+    assert main(["init", "pangu_moe_8", "--world", "4"]) == 2
+    said = capsys.readouterr().err
+    assert "world size 4 does not match the mesh: pp=1 * dp_replicate=1 * dp_shard=4" in said
+    assert "These fit: {dp_shard: 2, tp: 2, ep: 4}, " in said
+    assert not Path("RUN.yaml").exists()
+    assert main(["init", "pangu_moe_1", "--world", "7"]) == 2
+    assert "None was found that fits." in capsys.readouterr().err

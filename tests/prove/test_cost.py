@@ -205,7 +205,7 @@ MESHES = {
     "one rank": {},
     "pp dp_shard ep": {"pp": 2, "dp_shard": 4, "ep": 2},
     "pp cp ep": {"pp": 2, "cp": 4, "ep": 2},
-    "dp_shard tp ep": {"dp_shard": 4, "tp": 2, "ep": 4},
+    "dp_shard tp ep": {"pp": 2, "dp_shard": 2, "tp": 2, "ep": 4},
     "pp cp tp of experts": {"pp": 2, "cp": 2, "tp": 2},
 }
 
@@ -227,6 +227,8 @@ def named(counts: Counts, config: RunConfig) -> Counts:
             axis = "cp"
         if axis == "cp x tp" and kind != "all-reduce":
             axis = "efsdp"
+        if axis == "dp_shard x tp" and kind == "all-to-all":
+            axis = "ep"
         if axis.startswith("("):
             axis = "cp"  # one of the two parts of a hybrid
         if sent:  # a group of one rank moves nothing

@@ -43,6 +43,23 @@ def test_the_examples_are_aligned(example):
 
 
 @pytest.mark.ranks
+@pytest.mark.parametrize(
+    "example",
+    [
+        "pangu_moe_pp_fsdp",
+        pytest.param("pangu_moe_8", marks=pytest.mark.long),
+        pytest.param("pangu_moe_4", marks=pytest.mark.long),
+        pytest.param("pangu_moe_1", marks=pytest.mark.long),
+    ],
+)
+def test_presets_of_the_report_are_aligned(example):
+    report = align(load_config(ROOT / "examples" / f"{example}.yaml", ()))
+    assert report.verdict == "aligned", report.why
+    assert report.coverage.is_full
+    assert max(row.eps for row in report.tensors if row.kind == "grad" and row.step == 0) < 100
+
+
+@pytest.mark.ranks
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_lower_precision_is_judged_by_the_float64_truth(dtype, tmp_path):
     config = make_config(mesh={"pp": 2, "dp_shard": 2, "cp": 2}, align={"dtype": dtype, "steps": 2})

@@ -11,6 +11,7 @@ from rich.text import Text
 from paralign.commands.files import check_writable, write_atomically
 from paralign.commands.terminal import print_result
 from paralign.config.presets import DEFAULT_PRESET, PRESETS, find_preset
+from paralign.config.rules import find_problems
 from paralign.config.template import render
 from paralign.errors import ConfigError
 
@@ -22,6 +23,10 @@ def init(
     output: Annotated[
         Path, typer.Option("--output", "-o", metavar="FILE", help="Where to write it.")
     ] = Path("RUN.yaml"),
+    world: Annotated[
+        int | None,
+        typer.Option("--world", metavar="N", min=1, help="Refuse unless its mesh has N ranks."),
+    ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace a file that is there.")] = False,
 ) -> int:
     """Write a commented RUN.yaml to start from.
@@ -29,6 +34,8 @@ def init(
     Every key is in it, with what it means.
     """
     config = find_preset(preset)
+    if world is not None and (found := find_problems(config, world_size=world)):
+        raise ConfigError.from_problems(f"PRESET={preset!r} does not fit --world={world}", found)
     check_writable("--output", output)
     if output.exists() and not force:
         raise ConfigError(

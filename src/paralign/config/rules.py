@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
+from paralign.config.fitting import fitting_meshes
 from paralign.config.model_choice import ModelChoice, choose_model
 from paralign.config.parse import show
 from paralign.config.references import read_signature
@@ -137,7 +138,11 @@ def _world(facts: Facts) -> Iterator[str]:
         try:
             mesh.model_copy(update={"ep": 1}).degrees.check_world_size(facts.world_size)
         except MeshError as error:
-            yield str(error)
+            found = fitting_meshes(
+                facts.config, facts.world_size, is_sound=lambda config: not find_problems(config)
+            )
+            fits = f"These fit: {', '.join(found)}." if found else "None was found that fits."
+            yield f"{error} {fits}"
 
 
 def _schedule(facts: Facts) -> Iterator[str]:
@@ -340,7 +345,7 @@ RULES = (
     Rule(needs=(), check=_model),
     Rule(needs=("program",), check=_program),
     Rule(needs=("mesh.ep", "mesh.dp_shard", "mesh.cp", "mesh.tp"), check=_carved),
-    Rule(needs=("mesh",), check=_world),
+    Rule(needs=("mesh", "model", "batch"), check=_world),
     Rule(needs=("pipeline.schedule",), check=_schedule),
     Rule(
         needs=("pipeline", "mesh.pp", "fsdp", "precision", "loss", "recompute", "model"),

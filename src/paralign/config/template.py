@@ -61,7 +61,10 @@ def _lines(text: str, meaning: str | None) -> Iterator[str]:
     """Put ``meaning`` beside ``text``, and below itself where it is long."""
     width = _LINE_WIDTH - _VALUE_COLUMN - len("# ")
     first, *rest = textwrap.wrap(meaning or "", width)
-    yield f"{text.ljust(_VALUE_COLUMN - 2)}  # {first}"
+    line = f"{text.ljust(_VALUE_COLUMN - 2)}  # {first}"
+    if len(line) > _LINE_WIDTH:
+        line, rest = text, [first, *rest]
+    yield line
     yield from (f"{' ' * _VALUE_COLUMN}# {line}" for line in rest)
 
 
