@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from paralign.models.blocked_experts import Stack, blocked_experts, pays
 from paralign.models.grouped_linear import grouped_linear
 
 NOT_HERE = -1
@@ -69,12 +70,17 @@ class Experts(nn.Module):
         order = flat.argsort(stable=True)
         counts = torch.bincount(flat - NOT_HERE, minlength=num_experts - NOT_HERE).tolist()
         order = order[counts[0] :]  # NOT_HERE sorts first
-        token = order // indices.shape[1]
-        out = self._rows(x.index_select(0, token), counts[1:])
+        token, share = order // indices.shape[1], weights.flatten().index_select(0, order)
         # In the dtype of the weights, so that few are many's sum exactly once rounded.
-        weighted = out * weights.flatten()[order].unsqueeze(-1)
-        total = weighted.new_zeros(x.shape).index_add(0, token, weighted)
+        if pays(x, len(order), self.gate.shape[1]):
+            total = blocked_experts(x, token, share, counts[1:], self._stack())
+        else:
+            weighted = self._rows(x.index_select(0, token), counts[1:]) * share.unsqueeze(-1)
+            total = weighted.new_zeros(x.shape).index_add(0, token, weighted)
         return total.to(x.dtype)
+
+    def _stack(self) -> Stack:
+        return Stack(self.gate, self.up, self.down, self.gate_bias, self.up_bias, self.down_bias)
 
     def _rows(self, rows: Tensor, counts: list[int]) -> Tensor:
         gate = grouped_linear(rows, self.gate, self.gate_bias, counts)
