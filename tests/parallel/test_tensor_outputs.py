@@ -18,9 +18,11 @@ from tests.parity import PANGU, make_config
 STREAM, WHOLE, FEATURES = Part(dim=1), Part(), Part(dim=-1)
 
 
-def returned(name: str, degree: int, *, sequence_parallel: bool = True) -> dict[str, Returned]:
+def returned(
+    name: str, degree: int, *, sequence_parallel: bool = True, has_experts: bool = False
+) -> dict[str, Returned]:
     entry = find_model(name)
-    config = entry.configure("tiny" if name == "llama" else "tiny_dense")
+    config = entry.configure("tiny" if has_experts or name == "llama" else "tiny_dense")
     with torch.device("meta"):
         model, blueprint = entry.build(config), entry.blueprint(config)
     return returned_of(
@@ -43,6 +45,14 @@ def test_blocks_return_the_stream_and_columns_some_features():
     assert found["layers.0.attention.wq"] == found["layers.0.ffn.up"] == alike(FEATURES)
     assert found["layers.0.attention.core"] == alike(Part(dim=1))
     assert "head" not in found  # its output is a DTensor
+
+
+def test_experts_return_the_stream_and_the_shared_one_a_part_of_it_in_any_case():
+    for sequence_parallel, stream in ((True, STREAM), (False, WHOLE)):
+        found = returned("pangu_moe", 2, sequence_parallel=sequence_parallel, has_experts=True)
+        assert found["layers.1.ffn"] == alike(stream)
+        assert found["layers.1.ffn.shared"] == alike(STREAM)
+        assert "layers.1.ffn.experts" not in found
 
 
 def test_without_sequence_parallel_the_stream_is_whole():

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map
 
 from paralign.collectives import join_dim, split_dim
 from paralign.errors import LayoutError
-from paralign.parallel.tensor_base import Region, TensorStyle
+from paralign.parallel.tensor_base import Region, Returned, TensorStyle
 from paralign.parallel.tensor_weights import Spread
 
 
@@ -44,6 +44,10 @@ class OwnTokens(TensorStyle):
     def spreads(self, module: nn.Module, degree: int) -> dict[str, Spread]:
         """None: what is inside has styles of its own."""
         return {}
+
+    def returned(self, module: nn.Module, degree: int) -> Returned:
+        """Its part of the stream."""
+        return self.stream
 
     def run(
         self, module: nn.Module, call: Callable[..., Any], region: Region
