@@ -50,21 +50,25 @@ class Predicted(NamedTuple):
     Attributes:
         valid: ``[B, S]`` bool: the tokens here that have a valid label.
         num_tokens: How many there are in the whole step, which every loss is divided by.
+        numbers: ``[B, S]`` int64: which tokens of the global batch these are; None: nobody asks.
     """
 
     valid: Tensor
     num_tokens: float
+    numbers: Tensor | None = None
 
 
 def predicted_of(batch: Mapping[str, Tensor]) -> Predicted | None:
     """Return which tokens of ``batch`` are predicted; None outside a training step.
 
     Args:
-        batch: With ``labels`` and, while a step runs, ``num_tokens``.
+        batch: With ``labels`` and, while a step runs, ``num_tokens``; with ``numbers`` too, where
+            routers are to be told which tokens they see.
     """
     if "num_tokens" not in batch:
         return None
-    return Predicted(batch["labels"] != IGNORE_INDEX, float(batch["num_tokens"]))
+    valid = batch["labels"] != IGNORE_INDEX
+    return Predicted(valid, float(batch["num_tokens"]), batch.get("numbers"))
 
 
 def token_cross_entropy_sum(

@@ -6,6 +6,7 @@ otherwise; "eps" is the machine epsilon of the run's compute dtype. docs/budget.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -107,6 +108,17 @@ UNCALIBRATED_EPS = {
         "4 times the worst tensor of correct small decoders (0.6 to 2.1 eps).",
     ),
 }
+FLIPS_SPREAD = Row(
+    "router choices that fall otherwise, in standard deviations of their number",
+    4.0,
+    "Near ties fall either way, independently of each other: their number has the square root of "
+    "its mean as standard deviation.",
+)
+FLIPS_FLOOR = Row(
+    "router choices that fall otherwise, at least",
+    2.0,
+    "Where one or none is expected, a second near tie is no fault.",
+)
 ZERO_IN_THEORY = Row(
     "zero in theory, in eps of the global gradient norm",
     1.0,
@@ -169,6 +181,17 @@ class Budget:
         assert own is not None, "with a truth the reference's own distance is known"
         factor = (TRUTH_AFTER_FACTOR if after_step else TRUTH_FACTOR).value
         return factor * (own + TRUTH_SCALAR_FLOOR.value / TRUTH_FACTOR.value * self.eps)
+
+    def flips(self, expected: float) -> float:
+        """Return how many choices of routers may differ from the reference's.
+
+        Args:
+            expected: How many choices of the truth differ from the reference's.
+        """
+        if self.yardstick is Yardstick.FP64:
+            return 0.0
+        mean = TRUTH_FACTOR.value * expected
+        return mean + FLIPS_SPREAD.value * math.sqrt(mean) + FLIPS_FLOOR.value
 
     def update_rounding(self, parameter_norm: float, update_norm: float, eps: float) -> float:
         """Return what the rounding of stored parameters may add to an update's relative error.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 SCHEMA = 1
@@ -87,6 +87,64 @@ class TensorRow:
             "ranks_off": self.ranks_off,
             "share_beyond": self.share_beyond,
             "profile": self.profile,
+        }
+
+
+@dataclass
+class RouterRow:
+    """The choices of one router at one step, as the run itself would have made them."""
+
+    name: str
+    step: int
+    choices: int
+    flipped: int
+    """Choices that are not the reference's."""
+    allowed: float
+    """How many may differ: none in float64, below it what rounding explains."""
+    eps: float
+    """Distance of the scores that experts are selected by from the truth's, as of tensors."""
+    budget_eps: float | None
+    """None: not gated, as in float64, where the choices themselves must be equal."""
+    ok: bool
+    ranks_off: list[int] = field(default_factory=list)
+    """Ranks whose own tokens are out of either budget."""
+
+    @property
+    def is_flipped_only(self) -> bool:
+        """Whether scores are within budget, so that the selection itself must differ."""
+        return self.budget_eps is None or self.eps <= self.budget_eps
+
+
+@dataclass
+class Routing:
+    """Router choices: discrete, so counted by themselves."""
+
+    replayed: bool
+    """Whether tokens were sent by the reference's choices, in this run and in the truth."""
+    routers: list[RouterRow]
+
+    @property
+    def choices(self) -> int:
+        """All choices of the run."""
+        return sum(row.choices for row in self.routers)
+
+    @property
+    def flipped(self) -> int:
+        """Those that the run would have made otherwise."""
+        return sum(row.flipped for row in self.routers)
+
+    @property
+    def failing(self) -> list[RouterRow]:
+        """Routers out of budget, in the order of steps and layers."""
+        return [row for row in self.routers if not row.ok]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as the report stores it."""
+        return {
+            "replayed": self.replayed,
+            "choices": self.choices,
+            "flipped": self.flipped,
+            "routers": [asdict(row) for row in self.routers],
         }
 
 
@@ -174,6 +232,8 @@ class Report:
     located: dict[str, Any] | None = None
     """Where the runs part, see ``locate``: the first ``kind``, ``name`` and ``step`` out of budget,
     and what is wrong by itself (``isolated``)."""
+    routing: Routing | None = None
+    """Choices of routers; None: there were none, or they were not recorded."""
 
     @property
     def exit_status(self) -> int:
@@ -207,6 +267,7 @@ class Report:
             "timings": self.timings,
             "facts": self.facts,
             "located": self.located,
+            "routing": None if self.routing is None else self.routing.to_dict(),
         }
         plain: dict[str, Any] = plain_json(content)
         return plain

@@ -36,6 +36,10 @@ from torch import Tensor, nn
 from paralign.loss import Predicted
 from paralign.models.moe_sizes import MoeSizes
 
+Decide = Callable[[Tensor, Tensor, Predicted], Tensor]
+"""Selected experts ``[B, S, K]``, what they were selected by ``[B, S, E]``, and which tokens these
+are -> the experts that the tokens are sent to, ``[B, S, K]``."""
+
 
 class Routing(NamedTuple):
     """``indices`` (int64) and ``weights`` of the experts of every token, each ``[B, S, K]``."""
@@ -97,6 +101,8 @@ class Router(nn.Module):
         self.tally = Tally()
         # Sums over the ranks that hold other parts of the same sequences.
         self.sum_over_sequence: Callable[[Tensor], Tensor] = _same
+        # Has the last word on the choices of a training step: another run's may be replayed.
+        self.decide: Decide = _as_selected
 
     def forward(self, x: Tensor, predicted: Predicted | None = None) -> Routing:
         """Route every token.
@@ -113,7 +119,10 @@ class Router(nn.Module):
         dtype = torch.promote_types(x.dtype, torch.float32)
         logits = F.linear(x.to(dtype), self.gate.weight.to(dtype))
         scores = logits.sigmoid() if self.sizes.router_score == "sigmoid" else logits.softmax(-1)
-        indices = self._select(scores.detach())
+        ranked = self._ranked(scores.detach())
+        indices = self._select(ranked)
+        if predicted is not None:
+            indices = self.decide(indices, ranked, predicted)
         weights = self._weigh(scores.gather(-1, indices))
         if predicted is None:
             return Routing(indices, weights)
@@ -135,9 +144,11 @@ class Router(nn.Module):
         above = counts * self.sizes.num_experts - counts.sum()  # in whole numbers: exact
         self.bias.sub_(self.sizes.bias_update_speed * above.sign().to(self.bias.dtype))
 
+    def _ranked(self, scores: Tensor) -> Tensor:
+        """Return what experts are selected by."""
+        return scores if self.bias is None else scores + self.bias.to(scores.dtype)
+
     def _select(self, scores: Tensor) -> Tensor:
-        if self.bias is not None:
-            scores = scores + self.bias.to(scores.dtype)
         if self.sizes.num_limited_groups < self.sizes.num_expert_groups:
             scores = self._limit(scores)
         return top_k(scores, self.sizes.top_k)
@@ -274,6 +285,10 @@ def take_balance_loss(routers: Iterable[Router]) -> Tensor | None:
 
 def _same(x: Tensor) -> Tensor:
     return x
+
+
+def _as_selected(indices: Tensor, ranked: Tensor, predicted: Predicted) -> Tensor:
+    return indices
 
 
 def _inside_backward() -> bool:

@@ -23,7 +23,7 @@ from paralign.launch import start_fork_server
 from paralign.prove.drill_report import DrillReport, FaultOutcome
 from paralign.prove.fault import Fault, only_fitting
 from paralign.prove.one_world import RunDone, run_many
-from paralign.prove.run import Say, check_plan, dtype_of, local_folder, record_references
+from paralign.prove.run import Say, check_plan, dtype_of, judge_run, local_folder, record_references
 from paralign.prove.separate import describe_change, separate
 from paralign.requirements import require_torch
 
@@ -262,12 +262,11 @@ def _judge(folder: Path, name: str, *, keep: bool) -> tuple[Any, bool]:
     """Return the report of a run, and whether it is the clean run to the last bit."""
     import torch
 
-    from paralign.align import compare
     from paralign.prove.same_trace import same_numbers
 
     torch.set_num_threads(1)  # several of these run beside the ranks
-    run, truth, clean = folder / name, folder / "truth", folder / CLEAN
-    report = compare(folder / "reference", run, truth=truth if truth.exists() else None)
+    run, clean = folder / name, folder / CLEAN
+    report = judge_run(folder, run)
     same = name != CLEAN and not report.findings and clean.exists() and same_numbers(clean, run)
     if not keep and name != CLEAN:
         shutil.rmtree(run)

@@ -22,7 +22,7 @@ from paralign.prove.fault_list import all_faults
 from paralign.prove.fault_run import FaultRun
 from paralign.prove.one_world import RunDone
 from paralign.prove.own_program import OwnProgram, build_own_program, record_own_program
-from paralign.prove.parallel import run_of
+from paralign.prove.parallel import run_of, watch_routing
 from paralign.prove.steps import record_steps
 from paralign.train.build import Numerics, build_data, build_program
 
@@ -48,7 +48,7 @@ def run_faults(
     gc.collect()
     gc.freeze()
     for name in names:
-        _run_one(config, precision, mesh, data, known.get(name), folder / name)
+        _run_one(config, precision, mesh, data, known.get(name), folder, name)
         # Programs hold reference cycles with hooks; their memory is due back before the next.
         gc.collect()
         dist.barrier()
@@ -62,9 +62,10 @@ def _run_one(
     mesh: DeviceMesh,
     data: TokenSource,
     fault: Fault | None,
-    trace: Path,
+    folder: Path,
+    name: str,
 ) -> None:
-    own = config.program is not None
+    own, trace = config.program is not None, folder / name
 
     def build() -> Any:
         if own:
@@ -79,8 +80,17 @@ def _run_one(
             record_own_program(config, precision, run.program, mesh, trace, run.hooks, data)
         else:
             # Only what went into a reduction can tell a wrong reduction from a wrong gradient.
-            whole = replace(run_of(run.program, run.hooks), contributions=True, data=data)
-            record_steps(config, precision, whole, trace, trace.name)
+            watch = watch_routing(run.program, precision, folder)
+            honest = run_of(run.program, run.hooks, watch=watch)
+            record_steps(
+                config,
+                precision,
+                replace(honest, contributions=True, data=data),
+                trace,
+                name,
+            )
+            if watch is not None:
+                watch.write(trace, dist.get_rank())
     finally:
         run.undo()
 

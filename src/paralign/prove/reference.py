@@ -26,6 +26,7 @@ from paralign.models.router import (
 )
 from paralign.parallel.precision import apply_precision
 from paralign.planning import check_precision
+from paralign.prove.routing import RoutingRecorder, RoutingTable
 from paralign.prove.steps import Run, record_steps
 from paralign.train.build import (
     Numerics,
@@ -37,14 +38,20 @@ from paralign.train.build import (
 
 
 def run_reference(
-    config: RunConfig, precision: Numerics, trace: Path, *, alone: bool = False
+    config: RunConfig,
+    precision: Numerics,
+    trace: Path,
+    replay: Path | None = None,
+    *,
+    alone: bool = False,
 ) -> None:
     """Train ``config.align.steps`` steps on one device and record them into ``trace``.
 
     Args:
         config: The run; its mesh only decides how many rows go through at once.
         precision: Dtypes of the run.
-        trace: Folder of the trace.
+        trace: Folder of the trace; what routers choose is kept beside it.
+        replay: Trace of the run whose router choices tokens are sent by; None: by its own.
         alone: This process belongs to a process group that takes no part.
 
     Raises:
@@ -56,13 +63,23 @@ def run_reference(
     check_composition(model, blueprint, _with_positions(some_rows, rows=slice(0, 2)))
     step = ReferenceStep(model, blueprint, precision, num_rows=_rows_per_chunk(config))
 
+    log = RoutingRecorder(
+        named_routers([step.working_model]),
+        None if replay is None else RoutingTable(replay),
+        num_tokens=config.batch.global_batch * config.batch.seq_len,
+    )
+
+    def logged_step(global_batch: Mapping[str, Tensor]) -> tuple[Tensor, int]:
+        log.begin_step()
+        return step(global_batch)
+
     def clip(largest: float) -> Tensor:
         return torch.nn.utils.clip_grad_norm_(model.parameters(), largest)
 
     run = Run(
         modules=[model],
         parameters=list(model.parameters()),
-        step=step,
+        step=logged_step,
         clip=clip,
         alone=alone,
         forward_modules=[step.working_model],
@@ -70,6 +87,7 @@ def run_reference(
         update_routers=step.update_routers,
     )
     record_steps(config, precision, run, trace, f"{precision.name} reference")
+    log.write(trace)
 
 
 class ReferenceStep:
@@ -104,6 +122,7 @@ class ReferenceStep:
             The loss and the number of valid tokens of the batch.
         """
         batch = _with_positions(global_batch)
+        batch["numbers"] = torch.arange(batch["tokens"].numel()).view_as(batch["tokens"])
         num_tokens = int(count_valid_tokens(batch["labels"]))
         if self._working is not self._model:
             self._working.load_state_dict(self._model.state_dict())

@@ -105,6 +105,7 @@ def _align_locally(config: RunConfig, folder: Path, timeout: float, say: Say) ->
         config,
         numerics(dtype, config),
         folder / "parallel",
+        folder,
         device=config.device,
         timeout=timeout,
         describe=degrees.describe_rank,
@@ -139,6 +140,7 @@ def record_references(
             config,
             numerics(precision, config),
             folder / name,
+            _replayed(folder, name),
             timeout=timeout,
             describe=partial(_name_alone, folder / name),
             on_event=lambda rank, text: say(str(text)),
@@ -163,11 +165,17 @@ def _align_in_world(config: RunConfig, trace: str | Path | None, world: World) -
         if world.rank == 0:
             for name, precision in reference_runs(dtype):
                 began = time.perf_counter()
-                run_reference(config, numerics(precision, config), folder / name, alone=True)
+                run_reference(
+                    config,
+                    numerics(precision, config),
+                    folder / name,
+                    _replayed(folder, name),
+                    alone=True,
+                )
                 timings[f"{name}_s"] = time.perf_counter() - began
         dist.barrier()
         began = time.perf_counter()
-        run_parallel(config, numerics(dtype, config), folder / "parallel")
+        run_parallel(config, numerics(dtype, config), folder / "parallel", folder)
         dist.barrier()
         timings["parallel_s"] = time.perf_counter() - began
         if world.rank == 0:
@@ -177,13 +185,8 @@ def _align_in_world(config: RunConfig, trace: str | Path | None, world: World) -
 
 
 def _judge(config: RunConfig, folder: Path, timings: dict[str, float]) -> Any:
-    from paralign.align import compare
-
-    truth = folder / "truth"
     began = time.perf_counter()
-    report = compare(
-        folder / "reference", folder / "parallel", truth=truth if truth.exists() else None
-    )
+    report = judge_run(folder, folder / "parallel")
     timings["compare_s"] = time.perf_counter() - began
     return replace(
         report,
@@ -193,10 +196,26 @@ def _judge(config: RunConfig, folder: Path, timings: dict[str, float]) -> Any:
     )
 
 
+def judge_run(folder: Path, trace: Path) -> Any:
+    """Compare a run with the references in ``folder``, its router choices as well."""
+    from paralign.align import compare
+    from paralign.prove.routing_judge import judge_routing
+
+    truth = folder / "truth"
+    report = compare(folder / "reference", trace, truth=truth if truth.exists() else None)
+    judge_routing(report, trace)
+    return report
+
+
 def reference_runs(dtype: str) -> list[tuple[str, str]]:
     """Return (trace name, dtype) of the runs on one device: below float64, the truth as well."""
     runs = [("reference", dtype)]
     return runs if dtype == "float64" else [*runs, ("truth", "float64")]
+
+
+def _replayed(folder: Path, name: str) -> Path | None:
+    """Return the trace whose router choices a run on one device is sent by; None: its own."""
+    return folder / "reference" if name == "truth" else None
 
 
 def _name_alone(trace: Path, rank: int) -> str:

@@ -17,7 +17,7 @@ from paralign.config.run import RunConfig
 from paralign.errors import ConfigError, ParalignError
 from paralign.launch import start_fork_server
 from paralign.prove.one_world import RunDone, run_many
-from paralign.prove.run import Say, check_plan, dtype_of, local_folder, record_references
+from paralign.prove.run import Say, check_plan, dtype_of, judge_run, local_folder, record_references
 from paralign.prove.sweep_cells import Cell, cells_of, pairs_cover
 from paralign.requirements import require_torch
 
@@ -219,12 +219,13 @@ class _Sweep:
 
     def _done(self, run: RunDone) -> bool:
         """Judge one cell; whether there is time for more."""
-        from paralign.align import compare
         from paralign.align.report.case import explain
+        from paralign.prove.routing import routing_folder
 
-        truth, trace = self._folder / "truth", self._folder / run.name
-        judged = compare(self._folder / "reference", trace, truth=truth if truth.exists() else None)
+        trace = self._folder / run.name
+        judged = judge_run(self._folder, trace)
         shutil.rmtree(trace)
+        shutil.rmtree(routing_folder(trace), ignore_errors=True)
         result = self._results[run.name]
         result.verdict, result.seconds = judged.verdict, run.seconds
         result.worst_eps = None if judged.worst is None else judged.worst.eps

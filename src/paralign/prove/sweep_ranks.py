@@ -32,7 +32,7 @@ def run_cells(
     """
     for name in names:
         began = time.perf_counter()
-        run_parallel(configs[name], precision, folder / name)
+        run_parallel(configs[name], precision, folder / name, references=folder)
         gc.collect()
         dist.barrier()
         if dist.get_rank() == 0:

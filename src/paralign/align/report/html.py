@@ -71,6 +71,12 @@ def _tiles(report: Report) -> list[tuple[str, str, str]]:
         tiles.append(("worst", f"{short(report.worst.eps)} eps", report.worst.label))
     if report.tensors:
         tiles.append(("out of budget", str(failing), f"of {len(gated):,} comparisons"))
+    if report.routing is not None:
+        routing = report.routing
+        replayed = "replayed as in the reference" if routing.replayed else "not replayed"
+        tiles.append(
+            ("choices that differ", f"{routing.flipped:,}", f"of {routing.choices:,}, {replayed}")
+        )
     tiles.append(
         (
             "parameters",

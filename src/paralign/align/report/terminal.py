@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from paralign.align.report.case import candidates_of, place_of
+from paralign.align.report.choices import choices_line, router_lines
 from paralign.align.report.numbers import expected_and_found, finite, short
 from paralign.align.report.place import places
 from paralign.align.verdict import (
@@ -51,6 +52,12 @@ def render(report: Report, *, verbose: bool = False) -> RenderableType:
         parts += [Text(""), *render_findings(report.findings)]
     if report.located is not None and report.located["isolated"] is not None:
         parts += [Text(""), _isolated(report.located["isolated"])]
+    if report.routing is not None:
+        parts += [Text(""), Text(choices_line(report.routing))]
+        parts += [
+            Text(f"   {line}", style="dim" if verbose else "red")
+            for line in router_lines(report.routing, every=verbose)
+        ]
     if report.coverage.skipped:
         parts += [Text(""), _skipped(report, verbose)]
     if report.tensors:
