@@ -122,9 +122,9 @@ def test_flips_are_told_and_everything_else_is_near(model):
     assert told["choices"] == tokens * MODELS[model].get("top_k", 2) * layers
     assert 0 < told["flipped"] <= 0.02 * told["choices"]
     assert f"{told['flipped']} of {told['choices']:,}" in shown(report)
-    # Measured 3 to 4, of budgets of 10 to 13; without a replay up to 43 of 124.
+    # Measured 3 and 4, of budgets of 10 to 24; without a replay up to 43 of 124.
     assert report.worst is not None and report.worst.eps <= 10
-    assert largest_budget(report) <= 20
+    assert largest_budget(report) <= 30
 
 
 @pytest.fixture(scope="module")
@@ -169,19 +169,22 @@ def test_what_follows_from_the_choices_is_seen(name, config, references):
     assert any("router" in r.name or "expert" in r.name for r in report.tensors if not r.ok)
 
 
-def test_a_small_fault_hides_behind_flips_unless_they_are_replayed(config, references, tmp_path):
+def test_a_small_fault_hides_behind_flips_unless_they_are_replayed(tmp_path):
     name = "one_gradient_is_a_fifth_too_large"
-    seen = run_broken(name, config, references)
-    assert seen.verdict == "misaligned"
-    assert {r.name for r in seen.tensors if not r.ok and r.kind == "grad"} <= {
-        f"layers.{layer}.ffn.router.gate.weight" for layer in (1, 2, 3)
-    }
+    pipeline = {"schedule": "GPipe", "num_microbatches": 1}
+    config = low("mixtral", mesh={"dp_shard": 2}, pipeline=pipeline)
+    record_references(config, "bfloat16", tmp_path / "replayed", 120, lambda text: None)
     with mock.patch.object(paralign.prove.run, "_replayed", lambda folder, name: None):
-        record_references(config, "bfloat16", tmp_path, 120, lambda text: None)
-    hidden = run_broken(name, config, tmp_path, replays=False)
-    assert hidden.routing is None
-    assert largest_budget(hidden) > 3 * largest_budget(seen)
-    assert hidden.verdict == "aligned", hidden.why
+        record_references(config, "bfloat16", tmp_path / "own", 120, lambda text: None)
+    seen = run_broken(name, config, tmp_path / "replayed")
+    hidden = run_broken(name, config, tmp_path / "own", replays=False)
+    assert seen.verdict == "misaligned"
+    assert {r.name for r in seen.tensors if not r.ok and r.kind == "grad"} == {
+        f"layers.{layer}.ffn.router.gate.weight" for layer in range(4)
+    }
+    assert hidden.verdict == "aligned" and hidden.routing is None
+    # Measured 16 and 235.
+    assert largest_budget(hidden) > 5 * largest_budget(seen)
 
 
 @pytest.mark.long
