@@ -52,7 +52,6 @@ RUNS: Mapping[str, Sequence[str]] = {
 }
 DTYPES = ("float32", "bfloat16")
 STEPS = 50
-LR = "optimizer.lr=3e-3"
 Losses = dict[str, dict[str, list[float]]]  # example -> "float32 mesh" and so on -> losses
 
 
@@ -112,7 +111,7 @@ def measure(steps: int) -> Losses:
 
 def both(example: str, dtype: str, steps: int) -> dict[str, list[float]]:
     """Return the losses of one device and of the mesh."""
-    config = load_config(ROOT / "examples" / f"{example}.yaml", (*RUNS[example], LR))
+    config = load_config(ROOT / "examples" / f"{example}.yaml", RUNS[example])
     alone = one_device(config, dtype, steps)
     world = config.mesh.degrees.world_size
     ranks = run_on_ranks(on_mesh, world, config, dtype, steps, timeout=3000)
