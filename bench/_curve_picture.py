@@ -81,7 +81,7 @@ def _legend(dtypes: Sequence[str]) -> Iterator[str]:
     """Say which line is which, in the top right corner."""
     for row, dtype in enumerate(dtypes):
         for column, (run, cls) in enumerate((("one device", "one"), ("mesh", "mesh"))):
-            x, y = 190 + 130 * column, TOP + 14 + 16 * row
+            x, y = 190 + 148 * column, TOP + 14 + 16 * row
             yield (
                 f'<polyline class="{cls}" stroke="{COLOURS[dtype]}" '
                 f'points="{x},{y - 4} {x + 22},{y - 4}"/>'

@@ -19,7 +19,7 @@ def test_a_gap_is_the_largest_of_all_steps():
 
 def test_the_picture_is_drawn_from_the_losses_beside_it():
     assert (ROOT / "docs" / "moe_curves.svg").read_text() == picture(LOSSES, DTYPES)
-    assert LOSSES and LOSSES.keys() <= RUNS.keys()
+    assert LOSSES.keys() == RUNS.keys()
     for curves in LOSSES.values():
         assert curves.keys() == {f"{d} {run}" for d in DTYPES for run in ("one device", "mesh")}
         assert all(len(c) == STEPS and all(map(math.isfinite, c)) for c in curves.values())
@@ -31,7 +31,7 @@ def test_runs_learn_and_gaps_are_as_the_page_says():
         assert all(curve[-1] < 0.8 * curve[0] for curve in curves.values())
         for dtype in DTYPES:
             assert f"{gap(curves, dtype):.1e}" in page, (example, dtype)
-        assert gap(curves, "float32") < 1e-5 < 2e-2 > gap(curves, "bfloat16")
+        assert gap(curves, "float32") < 1e-4 < 2e-2 > gap(curves, "bfloat16")
 
 
 def test_every_loss_is_a_point_and_equal_curves_lie_on_each_other():
