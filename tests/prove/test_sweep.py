@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from paralign.config.run import ModelSection
 from paralign.errors import ConfigError
 from paralign.prove.sweep import CellResult, SweepReport, read_results, sweep
 from tests.parity import make_config
@@ -39,6 +40,21 @@ def test_every_legal_cell_is_judged_and_the_others_say_why(config):
     assert all(cell.why for cell in done.cells if cell.verdict == "refused")
     assert kept == [1, 2, 3, 4, 5, 6]  # told after every cell, so that nothing is lost
     assert done.exit_status == 0
+
+
+@pytest.mark.ranks
+def test_experts_are_judged_on_every_degree_of_ep(config):
+    experts = {"name": "llama", "preset": "mixtral_tiny", "num_layers": 1}
+    changed = config.model_copy(
+        update={
+            "model": ModelSection.model_validate(experts),
+            "mesh": config.mesh.model_copy(update={"ep": 1}),
+        }
+    )
+    done = sweep(changed, 2, subset="pairs")
+    verdicts = {cell.name: cell.verdict for cell in done.cells if cell.verdict != "refused"}
+    assert {"dp_shard2-ep2-GPipe", "cp2-ep2-GPipe", "tp2-ep2-GPipe"} <= set(verdicts)
+    assert set(verdicts.values()) == {"aligned"}
 
 
 @pytest.mark.ranks

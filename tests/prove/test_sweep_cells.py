@@ -76,6 +76,33 @@ def test_only_a_model_with_a_plan_is_spread_over_tp():
     assert "num_heads=6 does not split evenly over axis 'tp'" in cells["tp4-1F1B"].why
 
 
+def test_experts_are_spread_over_every_part_of_the_carved_axes():
+    def meshes(config):
+        return [dict(cell.mesh) for cell in cells_of(config, 4)]
+
+    assert all("ep" not in mesh for mesh in meshes(make_config()))
+    experts = make_config(model={"name": "llama", "preset": "mixtral_tiny", "num_experts": 6})
+    found = {(m["pp"], m["dp_replicate"], m["dp_shard"], m["cp"], m["ep"]) for m in meshes(experts)}
+    assert {(1, 1, 4, 1, 1), (1, 1, 4, 1, 2), (1, 1, 4, 1, 4), (1, 1, 2, 2, 4)} <= found
+    assert {ep for pp, replicate, *_, ep in found if pp * replicate == 2} == {1, 2}
+    assert {ep for pp, replicate, *_, ep in found if pp * replicate == 4} == {1}
+    cells = {cell.name: cell for cell in cells_of(experts, 4)}
+    ran, refused = cells["dp_shard4-ep2-1F1B"], cells["dp_shard4-ep4-1F1B"]
+    assert ran.config is not None
+    assert ran.config.mesh.ep == 2
+    assert "num_experts=6 does not split evenly over axis 'ep'" in refused.why
+    assert cells["dp_shard4-1F1B"].config is not None  # ep=1: not the config's own
+
+
+def test_an_ep_of_the_configs_own_is_replaced_where_there_are_experts():
+    experts = make_config(
+        model={"name": "llama", "preset": "mixtral_tiny"}, mesh={"dp_shard": 4, "ep": 4}
+    )
+    cells = {cell.name: cell for cell in cells_of(experts, 2)}
+    assert cells["pp2-GPipe"].config is not None
+    assert cells["pp2-GPipe"].config.mesh.ep == 1
+
+
 def test_pairs_are_all_covered_by_fewer_cells():
     cells = cells_of(make_config(), 4)
     runnable = [cell for cell in cells if cell.config is not None]

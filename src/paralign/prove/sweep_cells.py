@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
+from paralign.config.model_choice import choose_model
 from paralign.config.rules import find_problems, plan_of
 from paralign.config.run import RunConfig
-from paralign.mesh import divisors
+from paralign.mesh import CARVED, divisors
 from paralign.parallel.stages import SCHEDULES
 from paralign.parallel.support import problems as plan_problems
 
-# Outermost first. Other axes keep what the config gives them.
+# Outermost first. ep is carved out of the last three, where the model has experts.
 SWEPT_AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 
@@ -45,18 +47,23 @@ def cells_of(config: RunConfig, world_size: int) -> list[Cell]:
 
     Without a pipeline (pp=1) only the config's own schedule is tried: then they all are the same
     order of calls. A user's program gets the config's schedule, whatever it does with it. A user's
-    own model and program keep the config's tp: only they know whether they have a plan for it.
+    own model and program keep the config's tp and ep: only they know whether they have a plan for
+    it. A model without experts has no ep.
     """
     own = find_schedule_name(config)
     is_own = config.program is not None or config.model.name is None
     fixed = config.mesh.tp if is_own else 1
     axes = SWEPT_AXES[:-1] if is_own else SWEPT_AXES
+    has_experts = not is_own and bool(choose_model(config.model).size("num_experts"))
     cells = []
-    for mesh in factorisations(world_size // fixed, axes) if world_size % fixed == 0 else ():
+    for outer in factorisations(world_size // fixed, axes) if world_size % fixed == 0 else ():
+        carved = math.prod(outer[str(axis)] for axis in CARVED if str(axis) in outer)
         schedules = [own]
-        if mesh["pp"] > 1 and config.program is None:
+        if outer["pp"] > 1 and config.program is None:
             schedules = [kind.name for kind in SCHEDULES.values()]
-        cells += [_cell(config, mesh, schedule) for schedule in schedules]
+        for ep in divisors(carved) if has_experts else [None]:
+            mesh = outer if ep is None else {**outer, "ep": ep}
+            cells += [_cell(config, mesh, schedule) for schedule in schedules]
     return cells
 
 
