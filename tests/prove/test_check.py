@@ -43,16 +43,25 @@ plan     llama, 47.4 k parameters, on 8 ranks: pp=2 dp_shard=2 cp=2, GPipe
          with 4 micro-batches
 support  the plan runs as asked
 
-memory per rank, without activations
+memory per rank: shards, in float32
 
- pp   layers   parameters      state   gathered   gradients
+ pp   layers   parameters    weights   gradients   optimizer   together
  ---
- 0    0-1          23.7 k   92.5 KiB   92.5 KiB    92.5 KiB
- 1    2-3          23.7 k   92.6 KiB   92.6 KiB    92.6 KiB
+ 0    0-1          23.7 k   23.1 KiB    23.1 KiB    46.2 KiB   92.5 KiB
+ 1    2-3          23.7 k   23.2 KiB    23.2 KiB    46.3 KiB   92.6 KiB
 
- state      its shards of weights, gradients and optimizer state, in float32
- gathered   whole weights, at most: freed after the last backward pass
- gradients  whole gradients, at most: they wait for the last micro-batch
+ parameters  of its stages, whole
+
+memory per rank beside these, at most
+
+ pp   gathered   gradients   activations   with shards
+ ---
+ 0    92.5 KiB    92.5 KiB       268 KiB       545 KiB
+ 1    92.6 KiB    92.6 KiB       356 KiB       634 KiB
+
+ gathered     whole weights: freed after the last backward pass
+ gradients    whole gradients: they wait for the last micro-batch
+ activations  of all micro-batches that wait for their backward pass; about
 
 communication per rank and step
 
@@ -73,6 +82,16 @@ communication per rank and step
       loss, norm        all-reduce       world               2       98 B
 
  sent  leaves the rank; an all-reduce counts as reduce-scatter and all-gather
+
+communication by axis, of the rank that sends most
+
+ over            pp       sent
+ ---
+ dp_shard x cp   1     320 KiB
+ pp              0-1     8 KiB
+ cp              0-1    48 KiB
+ world           0-1      98 B
+
 
 every gradient: what it is a sum of, reduced once a step
  placement  one stage of pp, shard(0) over dp_shard x cp
@@ -109,8 +128,8 @@ def test_no_word_of_an_example_is_cut(path, width, monkeypatch):
     config = load_config(path)
     text = show(config, width=width)
     assert max(map(len, text.splitlines())) <= width
-    tables = text.split("memory per rank")[1]
-    whole = show(config, width=300).split("memory per rank")[1]
+    tables = text.split("memory per rank", 1)[1]
+    whole = show(config, width=300).split("memory per rank", 1)[1]
     # A folded cell would give a line that the wide picture does not have.
     assert [" ".join(line.split()) for line in tables.splitlines() if "\u2500" not in line] == [
         " ".join(line.split()) for line in whole.splitlines() if "\u2500" not in line

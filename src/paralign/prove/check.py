@@ -62,10 +62,14 @@ def describe_plan(config: RunConfig, *, verbose: bool = False) -> RenderableType
     active = active_parameters(declared, model, blueprint, config)
     return Group(
         _summary(config, plan, declared, active=active),
-        _heading("memory per rank, without activations"),
-        _memory(costs),
+        _heading("memory per rank: shards, in float32"),
+        _state(costs),
+        _heading("memory per rank beside these, at most"),
+        _passing(costs),
         _heading("communication per rank and step"),
         _traffic(costs),
+        _heading("communication by axis, of the rank that sends most"),
+        _by_axis(costs),
         _heading("every gradient: what it is a sum of, reduced once a step"),
         *_reductions(declared, verbose=verbose),
     )
@@ -125,26 +129,47 @@ def _table(*columns: str, numbers: Sequence[str] = ()) -> Table:
     return table
 
 
-def _memory(costs: Sequence[RankCost]) -> RenderableType:
-    numbers = ("parameters", "state", "gathered", "gradients")
+def _state(costs: Sequence[RankCost]) -> RenderableType:
+    numbers = ("parameters", "weights", "gradients", "optimizer", "together")
     table = _table("pp", "layers", *numbers, numbers=numbers)
     for cost in costs:
+        held = (cost.weight_bytes, cost.shard_bytes, cost.optimizer_bytes)
         table.add_row(
             str(cost.pp_rank),
             ", ".join(_span(layers) for layers in cost.layers),
             _count(cost.num_parameters),
-            _bytes(cost.state_bytes),
-            _bytes(cost.gathered_bytes),
-            _bytes(cost.gradient_bytes),
+            *map(_bytes, (*held, cost.state_bytes)),
         )
+    return Group(table, _notes(("parameters", "of its stages, whole")))
+
+
+def _passing(costs: Sequence[RankCost]) -> RenderableType:
+    numbers = ("gathered", "gradients", "activations", "with shards")
+    table = _table("pp", *numbers, numbers=numbers)
+    for cost in costs:
+        held = (cost.gathered_bytes, cost.gradient_bytes, cost.activation_bytes)
+        table.add_row(str(cost.pp_rank), *map(_bytes, (*held, sum(held) + cost.state_bytes)))
     return Group(
         table,
         _notes(
-            ("state", "its shards of weights, gradients and optimizer state, in float32"),
-            ("gathered", "whole weights, at most: freed after the last backward pass"),
-            ("gradients", "whole gradients, at most: they wait for the last micro-batch"),
+            ("gathered", "whole weights: freed after the last backward pass"),
+            ("gradients", "whole gradients: they wait for the last micro-batch"),
+            ("activations", "of all micro-batches that wait for their backward pass; about"),
         ),
     )
+
+
+def _by_axis(costs: Sequence[RankCost]) -> RenderableType:
+    sums: dict[str, list[int]] = {}
+    for number, cost in enumerate(costs):
+        for item in cost.traffic:
+            sums.setdefault(item.axis, [0] * len(costs))[number] += item.num_bytes
+    table = _table("over", "pp", "sent", numbers=("sent",))
+    for axis, sent in sums.items():
+        table.add_row(
+            axis, ranges(n for n, size in enumerate(sent) if size == max(sent)), _bytes(max(sent))
+        )
+    return table
 
 
 def _traffic(costs: Sequence[RankCost]) -> RenderableType:

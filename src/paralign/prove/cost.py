@@ -28,6 +28,7 @@ from paralign.parallel.precision import apply_precision
 from paralign.parallel.stage import boundary_tensors, meta_copy
 from paralign.parallel.stages import split_layers
 from paralign.parallel.support import Plan
+from paralign.prove.cost_activations import stage_activations, waiting
 from paralign.prove.cost_experts import ExpertWatch, expert_traffic
 from paralign.prove.cost_tensor import StreamWatch, tensor_traffic
 from paralign.prove.traffic import BYTES, Traffic, all_reduced, sent
@@ -46,21 +47,33 @@ class RankCost:
         pp_rank: The pipeline rank.
         layers: Layer indices of each of its stages.
         num_parameters: Elements of its stages, unsharded.
-        state_bytes: Shards of weights, gradients and optimizer state.
+        weight_bytes: Shards of weights.
+        shard_bytes: Shards of gradients.
+        optimizer_bytes: Shards of optimizer state.
         gathered_bytes: Unsharded weights in the backward pass: those of all its stages, whatever is
             freed after the forward pass, because a pipeline frees them with the last micro-batch.
             Less where a schedule ends one stage before it begins the next.
         gradient_bytes: Unsharded gradients that wait for the last micro-batch, likewise.
+        activation_bytes: What the backward pass keeps of the forward pass, at most: of all
+            micro-batches that wait at one time, and what is computed again of one of them.
         traffic: Its collectives. Groups of one rank move nothing and are left out.
     """
 
     pp_rank: int
     layers: list[range]
     num_parameters: int
-    state_bytes: int
+    weight_bytes: int
+    shard_bytes: int
+    optimizer_bytes: int
     gathered_bytes: int
     gradient_bytes: int
+    activation_bytes: int
     traffic: list[Traffic]
+
+    @property
+    def state_bytes(self) -> int:
+        """Shards of weights, gradients and optimizer state together."""
+        return self.weight_bytes + self.shard_bytes + self.optimizer_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,10 +108,14 @@ def estimate(
     degrees = config.mesh.degrees
     units = _units(declared, degrees)
     shapes = _Shapes(model, blueprint, config, plan)
+    activations = stage_activations(
+        model, blueprint, config=config, plan=plan, splits=shapes.splits
+    )
     costs = []
     for pp_rank in range(plan.pp):
         mine = [unit for unit in units if unit.pp_rank == pp_rank]
         stages = sorted({unit.stage for unit in mine})
+        alive = waiting(plan, pp_rank, stages)
         traffic = [
             *_data_traffic(mine, plan, degrees),
             *_pipeline_traffic(stages, shapes, plan),
@@ -133,9 +150,11 @@ def estimate(
                 pp_rank=pp_rank,
                 layers=[shapes.splits[stage] for stage in stages],
                 num_parameters=sum(unit.numel for unit in mine),
-                state_bytes=_state_bytes(mine, config),
+                **_state_bytes(mine, config),
                 gathered_bytes=sum(u.padded for u in mine) * BYTES[plan.compute_dtype],
                 gradient_bytes=sum(u.trainable for u in mine) * BYTES[plan.reduce_dtype],
+                activation_bytes=sum(alive[s] * activations[s][0] for s in stages)
+                + max(activations[s][1] for s in stages),
                 traffic=[item for item in traffic if item.num_bytes],
             )
         )
@@ -184,11 +203,16 @@ def _padded(shape: tuple[int, ...], num_shards: int) -> int:
     return -(-rows // num_shards) * num_shards * math.prod(shape[1:])
 
 
-def _state_bytes(units: Sequence[_Unit], config: RunConfig) -> int:
+def _state_bytes(units: Sequence[_Unit], config: RunConfig) -> dict[str, int]:
     states = OPTIMIZER_STATES[config.optimizer.name]
     states += config.optimizer.name == "sgd" and config.optimizer.momentum > 0
-    held = sum((u.padded + (1 + states) * u.trainable) // u.num_shards for u in units)
-    return held * BYTES["float32"]
+    size = BYTES["float32"]
+    trained = sum(unit.trainable // unit.num_shards for unit in units)
+    return {
+        "weight_bytes": size * sum(unit.padded // unit.num_shards for unit in units),
+        "shard_bytes": size * trained,
+        "optimizer_bytes": size * states * trained,
+    }
 
 
 def _data_traffic(units: Sequence[_Unit], plan: Plan, degrees: Degrees) -> Iterator[Traffic]:
