@@ -44,7 +44,7 @@ def kept(config: RunConfig) -> int:
     return sum(tensor.untyped_storage().nbytes() for tensor in held.values())
 
 
-CASES = {
+CASES: dict[str, dict[str, Any]] = {
     "llama": {"mesh": {"dp_shard": 2}},
     "ulysses": {"mesh": {"cp": 2}},
     "gathered": {"mesh": {"cp": 2}, "context": {"ulysses_degree": 1}},
