@@ -95,6 +95,8 @@ def _exchange(
     num_bytes = sum(x.numel() * x.element_size() for x in tensors)
     batches = [tensors] if travel_together(num_bytes) else [[x] for x in tensors]
     started = [_Exchange(batch, split_dim, concat_dim, group) for batch in batches]
+    for exchange in started:
+        exchange.keep_own()
     return tuple(result for exchange in started for result in exchange.finish())
 
 
@@ -102,8 +104,8 @@ class _Exchange:
     """One all-to-all under way.
 
     A rank's own pieces do not pass through the buffers: with few ranks they are a large part of the
-    data. With two ranks, the other's piece may even be sent from, or received into, its final
-    place.
+    data, and are put in their place while the others travel. With two ranks, the other's piece may
+    even be sent from, or received into, its final place.
     """
 
     def __init__(
@@ -114,61 +116,63 @@ class _Exchange:
         group: dist.ProcessGroup,
     ) -> None:
         degree, self.me = dist.get_world_size(group), dist.get_rank(group)
-        self.concat_dim = concat_dim
-        self.mine = [_rank_major(x, split_dim, degree) for x in tensors]
-        self.lengths = [x.numel() // degree for x in tensors]
         self.others = [rank for rank in range(degree) if rank != self.me]
-        send = _pack(self.mine, self.others, self.lengths)
-        self.result = self._final_place(tensors[0], split_dim)
-        self.received = (
-            torch.empty_like(send)
-            if self.result is None
-            else self.result.view(degree, -1)[self.others[0]]
-        )
+        self.mine = [_rank_major(x, split_dim, degree) for x in tensors]
+        # New tensors, never views, so that autograd lets the user of a result modify it.
+        self.results = [_empty_result(x, split_dim, concat_dim, degree) for x in tensors]
+        self.places = [_rank_major(x, concat_dim, degree) for x in self.results]
+        self.lengths = [x.numel() // degree for x in tensors]
+        self.send = _pack(self.mine, self.others, self.lengths)  # alive until it has left
+        alone = _only_piece(self.places, self.others)
+        self.is_in_place = alone is not None
+        self.received = torch.empty_like(self.send) if alone is None else alone
         self.work: Any = None
-        if not send.is_meta:
+        if not self.send.is_meta:
             sizes = [0 if rank == self.me else sum(self.lengths) for rank in range(degree)]
-            self.send = send  # alive until it has left
             self.work = dist.all_to_all_single(
-                self.received, send, sizes, sizes, group=group, async_op=True
+                self.received, self.send, sizes, sizes, group=group, async_op=True
             )
 
+    def keep_own(self) -> None:
+        """Copy this rank's own pieces to their places."""
+        for piece, place in zip(self.mine, self.places, strict=True):
+            place[self.me].copy_(piece[self.me])
+
     def finish(self) -> list[Tensor]:
-        """Wait for the pieces of the others and put them together with our own."""
-        if self.result is not None:
-            own = self.mine[0][self.me]
-            self.result.view(len(self.others) + 1, -1)[self.me].view(own.shape).copy_(own)
+        """Wait for the pieces of the others and put them next to our own."""
         if self.work is not None:
             self.work.wait()
-        if self.result is not None:
-            return [self.result]
-        arrived = torch.split(self.received, self.lengths * len(self.others))
-        results = []
-        for index, piece in enumerate(self.mine):
-            parts = [part.view(piece.shape[1:]) for part in arrived[index :: len(self.mine)]]
-            parts.insert(self.me, piece[self.me])
-            # Never a view, so that autograd lets the result's user modify it.
-            results.append(torch.cat(parts, self.concat_dim))
-        return results
-
-    def _final_place(self, x: Tensor, split_dim: int) -> Tensor | None:
-        """Return the result, empty, if the other's piece is one contiguous part of it."""
-        shape = list(x.shape)
-        shape[split_dim] //= len(self.others) + 1
-        shape[self.concat_dim] *= len(self.others) + 1
-        leading = all(size == 1 for size in shape[: self.concat_dim])
-        return x.new_empty(shape) if leading and len(self.mine) == len(self.others) == 1 else None
+        if not self.is_in_place:
+            parts = iter(torch.split(self.received, [*self.lengths] * len(self.others)))
+            for rank in self.others:
+                for place in self.places:
+                    place[rank].copy_(next(parts).view(place.shape[1:]))
+        return self.results
 
 
-def _rank_major(x: Tensor, split_dim: int, degree: int) -> Tensor:
-    """View ``x`` as ``[n, ...]``: first the piece that goes to rank 0."""
-    return torch.unflatten(x, split_dim, (degree, -1)).movedim(split_dim, 0)
+def _empty_result(x: Tensor, split_dim: int, concat_dim: int, degree: int) -> Tensor:
+    shape = list(x.shape)
+    shape[split_dim] //= degree
+    shape[concat_dim] *= degree
+    return x.new_empty(shape)
+
+
+def _rank_major(x: Tensor, dim: int, degree: int) -> Tensor:
+    """View ``x`` as ``[n, ...]``: first the piece that goes to rank 0, or comes from it."""
+    return torch.unflatten(x, dim, (degree, -1)).movedim(dim, 0)
+
+
+def _only_piece(pieces: Sequence[Tensor], others: Sequence[int]) -> Tensor | None:
+    """Return the one piece that goes to, or comes from, another rank if it is contiguous."""
+    if len(pieces) == len(others) == 1 and pieces[0][others[0]].is_contiguous():
+        return pieces[0][others[0]].view(-1)
+    return None
 
 
 def _pack(mine: Sequence[Tensor], others: Sequence[int], lengths: Sequence[int]) -> Tensor:
     """Put the pieces for the other ranks in a row: one copy, or none for a single piece."""
-    if len(mine) == len(others) == 1 and mine[0][others[0]].is_contiguous():
-        return mine[0][others[0]].view(-1)
+    if (alone := _only_piece(mine, others)) is not None:
+        return alone
     send = mine[0].new_empty(len(others) * sum(lengths))
     places = iter(torch.split(send, [*lengths] * len(others)))
     for rank in others:
