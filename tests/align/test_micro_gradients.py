@@ -33,6 +33,19 @@ def toy() -> Toy:
     return model
 
 
+class Uncalled(Toy):
+    """Computes with the norm's weights without calling the norm, as a router may with its gate."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        norm = self.norm
+        x = nn.functional.layer_norm(x, norm.normalized_shape, norm.weight, norm.bias, norm.eps)
+        logits: Tensor = self.head(x)
+        return logits
+
+
 def parts(world: int, rank: int, step: int) -> list[tuple[Tensor, Tensor]]:
     """Two micro-batches of this rank's rows of a step."""
     tokens, labels = list(batches(2))[step]
@@ -58,6 +71,8 @@ def train(folder: Path | str, model: nn.Module, mesh: Any, sync: Any = None) -> 
 def train_on_ranks(folder: str, kind: str) -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
     model: Any = toy()
+    if kind == "fsdp2 uncalled":
+        model.__class__ = Uncalled
     sync: Any = None
     if kind.startswith("ddp"):
         model = DistributedDataParallel(model)
@@ -110,6 +125,7 @@ KINDS = [
     "ddp no_sync",
     "fsdp2",
     "fsdp2 no_sync",
+    "fsdp2 uncalled",
     "fsdp1 originals",
     "fsdp1 flat",
 ]

@@ -103,9 +103,12 @@ def test_a_config_that_no_fault_fits_is_refused(config):
         drill(config, only=["each_stage_clips"])
 
 
-# Under tp outputs of modules are plain tensors whose place the recorder does not know, so forward
-# faults are caught in gradients only and not placed yet.
-BARS = {"shards_tensor": (0.7, 0.65)}
+# Drilled as wholes before outputs were placed under tp and before choices of experts were read.
+BARS = {
+    "shards_tensor": (0.8, 0.75),
+    "experts_context": (0.7, 0.6),
+    "experts_pipeline": (0.7, 0.6),
+}
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "drill"
 
 
@@ -125,6 +128,50 @@ def test_faults_on_an_example_are_caught_and_right(tmp_path):
     again = drill(config, only=names, trace=tmp_path, progress=said.append)
     assert again.summary == first.summary
     assert not any("runs on 6 ranks" in text for text in said)
+
+
+MODEL = {"num_layers": 1, "hidden_size": 16, "ffn_hidden_size": 16, "bias": False}
+SMALL = {
+    "model": MODEL,
+    "pipeline": {"num_microbatches": 2},
+    "batch": {"global_batch": 4, "seq_len": 16},
+    "align": {"record": "activations"},
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("sections", "names"),
+    [
+        (
+            {"mesh": {"tp": 4}},
+            [
+                "attention_output_is_not_summed_over_tp",
+                "slices_gathered_in_another_order",
+                "key_heads_are_tiled_instead_of_repeated",
+                "loss_is_averaged_over_tp",
+            ],
+        ),
+        (
+            {
+                "mesh": {"dp_shard": 2, "cp": 2, "ep": 4},
+                "model": {**MODEL, "num_experts": 8, "expert_hidden_size": 8},
+            },
+            [
+                "experts_are_not_combined_over_ep",
+                "one_expert_gets_no_tokens",
+                "tokens_beyond_the_capacity_are_dropped",
+                "one_config_object_is_shared_by_two_models",
+                "expert_gradients_are_scaled_by_ep",
+            ],
+        ),
+    ],
+    ids=["tp", "ep"],
+)
+def test_faults_of_a_layer_are_found_in_its_outputs(sections, names):
+    report = drill(make_config(**{**SMALL, **sections}), only=names)
+    assert report.clean.verdict == "aligned", report.clean.why
+    assert {o.fault.name: o.word for o in report.outcomes} == dict.fromkeys(names, "right")
 
 
 @pytest.mark.long

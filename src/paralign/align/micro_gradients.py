@@ -29,14 +29,24 @@ class MicroGradients:
         parameters: What to watch.
         on_gradients: Called with the number of the micro-batch and the gradients: of every
             parameter, by its place in ``parameters``, as the module's computation gave it.
+        modules: What holds the parameters; a module may compute with the weight of a part of it,
+            without calling that part.
     """
 
     def __init__(
         self,
         parameters: Sequence[NamedParameter],
         on_gradients: Callable[[int, dict[int, Tensor]], None],
+        *,
+        modules: Sequence[nn.Module] = (),
     ) -> None:
         self._parameters = parameters
+        self._parents = {
+            child: module
+            for root in modules
+            for module in root.modules()
+            for child in module.children()
+        }
         self._on_gradients = on_gradients
         self._handles: list[Any] = []
         self._undo: list[Callable[[], None]] = []
@@ -56,6 +66,9 @@ class MicroGradients:
         for owner, attributes in by_owner.items():
             hook = partial(self._before_forward, attributes)
             self._handles.append(owner.register_forward_pre_hook(hook))
+            if (parent := self._parents.get(owner)) is not None:
+                hook = partial(self._before_parent, owner, attributes)
+                self._handles.append(parent.register_forward_pre_hook(hook))
         for name in _BACKWARDS:
             self._replace(name)
 
@@ -81,6 +94,19 @@ class MicroGradients:
         for attribute, numbers in attributes.items():
             tensor = getattr(module, attribute, None)
             if isinstance(tensor, Tensor):
+                self._watch_tensor(tensor, numbers)
+
+    def _before_parent(
+        self,
+        owner: nn.Module,
+        attributes: dict[str, list[int]],
+        module: nn.Module,
+        args: tuple[Any, ...],
+    ) -> None:
+        for attribute, numbers in attributes.items():
+            tensor = getattr(owner, attribute, None)
+            # Others are views, made anew in every forward, or left from the last one.
+            if isinstance(tensor, nn.Parameter) and tensor.is_leaf:
                 self._watch_tensor(tensor, numbers)
 
     def _watch_tensor(self, tensor: Tensor, numbers: list[int]) -> None:

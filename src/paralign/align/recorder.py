@@ -93,7 +93,7 @@ class Recorder:
             step=lambda: self._step if self._recording() else None,
         )
         self._forwards = ForwardCount(modules)
-        self._micro = MicroGradients(self._parameters, self._micro_batch_ends)
+        self._micro = MicroGradients(self._parameters, self._micro_batch_ends, modules=modules)
         self._writer: TraceWriter | None = None
         self._finished = False
         self._step = 0

@@ -75,13 +75,25 @@ TRAITS: Mapping[str, Callable[[RunConfig], bool]] = {
     "whole_head": lambda config: config.mesh.tp == 1 and config.loss.chunks == 1,
     "shared_heads": lambda config: _num_kv_heads(config) < config.mesh.tp,
     "virtual_stages": lambda config: (config.pipeline.stages_per_rank or 1) > 1,
+    "experts": lambda config: bool(_of_model(config, "num_experts")),
+    "shared_expert": lambda config: bool(_of_model(config, "shared_hidden_size")),
+    "normalised": lambda config: _of_model(config, "router_normalise") in ("sum", "softmax"),
+    "scaled_routing": lambda config: _of_model(config, "router_scaling") not in (None, 1.0),
+    "balance_loss": lambda config: bool(_of_model(config, "balance_loss")),
+    "router_bias": lambda config: bool(_of_model(config, "bias_update_speed")),
+    "recompute": lambda config: config.recompute.parts != "none",
 }
 
 
 def _num_kv_heads(config: RunConfig) -> int:
+    return _of_model(config, "num_kv_heads") or config.mesh.tp
+
+
+def _of_model(config: RunConfig, name: str) -> Any:
+    """Return a hyper-parameter of a model of paralign; None if there is none of that name."""
     from paralign.config.model_choice import choose_model
 
-    return choose_model(config.model).size("num_kv_heads") or config.mesh.tp
+    return getattr(choose_model(config.model).config, name, None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,8 +155,8 @@ def fault(
     Args:
         needs: Mesh axes that must have more than one rank, and any of accumulation, padding, clip,
             steps, adamw, gathered_kv, ulysses, tied, untied, whole_head, shared_heads,
-            virtual_stages. A config that lacks one skips
-            the fault.
+            virtual_stages, experts, shared_expert, normalised, scaled_routing, balance_loss,
+            router_bias, recompute. A config that lacks one skips the fault.
         component: Where the fault is: data, config, weights, forward, loss, backward, reduction,
             clipping, optimizer or state.
         axes: The mesh axes that a right finding names.

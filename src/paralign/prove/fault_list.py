@@ -9,16 +9,33 @@ from paralign.prove.faults import (
     backward,
     clipping,
     data,
+    experts,
     forward,
     loss,
     optimizer,
+    precision,
+    recompute,
     reduction,
     state,
     tensor,
     weights,
 )
 
-FAMILIES = (data, weights, forward, loss, backward, reduction, clipping, optimizer, state, tensor)
+FAMILIES = (
+    data,
+    weights,
+    forward,
+    loss,
+    backward,
+    reduction,
+    clipping,
+    optimizer,
+    state,
+    tensor,
+    experts,
+    precision,
+    recompute,
+)
 
 
 def built_in_faults() -> list[Fault]:

@@ -37,12 +37,16 @@ def separating_config(config: RunConfig, finding: Finding) -> RunConfig | None:
     if not sources or len(sources) + (stays is not None) < 2:
         return None
     names = sorted({name for source in sources for name in source})
+    if not set(names) <= dict(_sizes_of(config)).keys():
+        return None  # a product of axes, which has no size of its own in a config
     best: tuple[tuple[bool, int, int], RunConfig] | None = None
     for sizes in product(_SIZES, repeat=len(names)):
         chosen = dict(zip(names, sizes, strict=True))
         products = [math.prod(chosen[name] for name in source) for source in sources]
         gone = 1 in products  # then the factor is gone as well, if it was this axis's
         if len({*products, stays}) <= len(products) or (gone and len(sources) > 1):
+            continue
+        if not _is_mesh(config, chosen):
             continue
         changed = _resized(config, chosen)
         cost = (gone, changed.mesh.degrees.world_size, sum(sizes))
@@ -126,6 +130,12 @@ def _size_of(factor: str) -> int | None:
     return sizes.pop() if len(sizes) == 1 else None
 
 
+def _is_mesh(config: RunConfig, sizes: Mapping[str, int]) -> bool:
+    """Whether ep, which is carved out of other axes, divides them."""
+    mesh = {**config.mesh.model_dump(mode="json"), **sizes}
+    return bool((mesh["dp_shard"] * mesh["cp"] * mesh["tp"]) % mesh["ep"] == 0)
+
+
 def _resized(config: RunConfig, sizes: dict[str, int]) -> RunConfig:
     """Return ``config`` with other sizes, and a batch that divides into them."""
     axes = {name: size for name, size in sizes.items() if name != MICROBATCHES}
@@ -162,7 +172,7 @@ def _live(config: RunConfig) -> dict[str, int]:
 
 
 def _sizes_of(config: RunConfig) -> Iterator[tuple[str, int]]:
-    for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp"):
+    for axis in ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep"):
         yield axis, getattr(config.mesh, axis)
     yield MICROBATCHES, config.pipeline.num_microbatches
 

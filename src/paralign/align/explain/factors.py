@@ -115,6 +115,7 @@ def name_source(
     everywhere: bool,
     recipe: Recipe | None = None,
     tied: bool = False,
+    experts: bool = False,
 ) -> None:
     """Complete the proof with the axes that the factor could come from.
 
@@ -126,10 +127,21 @@ def name_source(
         recipe: How a tensor was put together from its contributions, where they were recorded.
             Contributions that add up to the reference are right, so the reduction is not.
         tied: One parameter on several stages: nothing else is reduced over pp.
+        experts: All that is cut over ep has the factor, and nothing else. Tokens of all its ranks
+            come to an expert, so that nothing is to be reduced over it, once or twice.
     """
     factor = factor_of(proof)
     sources = [] if factor is None else sources_of(factor, context.sizes)
     sources = [source for source in sources if context.mesh.is_named or "world" not in source]
+    if experts and ("ep",) in sources:
+        proof.component, proof.axes = "reduction", ("ep",)
+        proof.detail["tensors_are"] = "all experts"
+        proof.text = (
+            f"These are all that ep cuts, and the factor is the size of ep={context.sizes['ep']}. "
+            "An expert has the tokens of all ranks of ep, so its gradient is their sum already: "
+            "scale it like any other."
+        )
+        return
     whole = factor is not None and abs(factor) > 1 and factor.denominator == 1
     right_before = None if recipe is None else _are_right(recipe)
     reducing = [

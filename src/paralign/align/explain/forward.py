@@ -8,13 +8,20 @@ the place: the first output of a later stage points at what was sent to it.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 
 from paralign.align.explain.candidates import Candidate
 from paralign.align.explain.context import Context
+from paralign.align.explain.expert_parts import prove_experts
 from paralign.align.explain.factors import prove_factor
 from paralign.align.explain.missing import prove_absent, prove_zeros
+from paralign.align.explain.own_parts import (
+    prove_lost_words,
+    prove_other_slices,
+    prove_own_part,
+)
 from paralign.align.explain.placement import Relocated, matching_order, prove_permuted_rows
 from paralign.align.explain.precision import prove_precision
 from paralign.align.explain.proof import (
@@ -45,7 +52,11 @@ def prove_output(context: Context, item: Compared) -> Proof | None:
     for hypothesis in (
         prove_absent,
         prove_factor,
+        prove_lost_words,
+        prove_experts,
         prove_dropout,
+        prove_own_part,
+        prove_other_slices,
         prove_other_rows,
         prove_other_module,
         prove_permuted_features,
@@ -113,26 +124,31 @@ def prove_dropout(context: Context, item: Compared) -> Proof | None:
 def prove_other_rows(context: Context, item: Compared) -> Proof | None:
     """Return the proof that ranks hold what belongs to other tokens: another micro-batch's."""
     places = [(held, pieces[0].rank) for held, pieces in item.side.replicas.items() if pieces]
-    found: dict[Held, float] = {}
+    found: dict[tuple[Held, int], float] = {}
     limit = limit_of(item)
     if limit is None:
         return None
     wrong = 0
     ranks: set[tuple[int, int]] = set()
-    for held, pieces in item.side.replicas.items():
-        piece = pieces[0]
+    replicas = item.side.replicas
+    everyone = [
+        (held, piece)
+        for held, pieces in replicas.items()
+        for piece in (pieces if item.measured.replicas_differ else pieces[:1])
+    ]
+    for held, piece in everyone:
         norm = _norm_of(piece)
         if error_left([piece], item.base, norm, stop_at=limit) <= limit:
             continue
         wrong += 1
         # Its own first: the same rows may have come to several ranks.
-        for other, holder in sorted(places, key=lambda place: place[1] != piece.rank):
+        for other, _ in sorted(places, key=lambda place: place[1] != piece.rank):
             if other == held or not _same_shape(held, other):
                 continue
             left = error_left([piece], Relocated(item.base, held, other), norm, stop_at=limit)
             if left <= limit:
-                found[piece] = left
-                ranks.add((piece.rank, holder))
+                found[piece, piece.rank] = left
+                ranks.add((piece.rank, _nearest(context, piece.rank, replicas[other])))
                 break
         else:
             return None
@@ -142,7 +158,10 @@ def prove_other_rows(context: Context, item: Compared) -> Proof | None:
     if not proves(item, left):
         return None
     own = all(rank == holder for rank, holder in ranks)
-    axes = stage_axes(context, item) or ()
+    axes = stage_axes(context, item)
+    between = {axis for pair in ranks for axis in context.mesh.axes_of(pair)}
+    if not axes and not own:
+        axes = tuple(axis for axis in context.mesh.live if axis in between)
     return Proof(
         STALE if own else PERMUTED_SHARDS,
         left,
@@ -156,6 +175,14 @@ def prove_other_rows(context: Context, item: Compared) -> Proof | None:
             if own
             else "those of another rank. Pieces are put together in another order."
         ),
+    )
+
+
+def _nearest(context: Context, rank: int, pieces: Sequence[Held]) -> int:
+    """Return the holder of a part that differs from ``rank`` along the fewest axes."""
+    return min(
+        (piece.rank for piece in pieces),
+        key=lambda holder: len(context.mesh.axes_of(sorted({rank, holder}))),
     )
 
 

@@ -15,6 +15,7 @@ from paralign.align.explain.factors import (
 )
 from paralign.align.explain.micro_batches import prove_lost_micro_batch
 from paralign.align.explain.missing import prove_absent, prove_zeros
+from paralign.align.explain.own_parts import experts_of_ranks
 from paralign.align.explain.placement import prove_misplaced, prove_permuted_rows
 from paralign.align.explain.precision import prove_noise, prove_rounded
 from paralign.align.explain.proof import Proof, finding_of
@@ -125,12 +126,28 @@ def _findings(
         largest = max((item for item, _ in proven), key=lambda item: math.prod(item.base.shape))
         recipe = find_recipe(context, largest)  # a small one has too few elements to tell
         tied = any(item.row.name in context.tied for item, _ in proven)
+        experts = _are_the_experts(context, proven, num_gated)
         for _, each in proven:
-            name_source(context, each, everywhere=everywhere, recipe=recipe, tied=tied)
+            name_source(
+                context, each, everywhere=everywhere, recipe=recipe, tied=tied, experts=experts
+            )
     if on_one_rank(context, proven):
         return [single_finding(context, proven, "backward")]
     component = "reduction" if proof.cause in _REDUCING else "backward"
     return [finding_of(proven, component, told(proven))]
+
+
+def _are_the_experts(
+    context: Context, proven: Sequence[tuple[Compared, Proof]], num_gated: int
+) -> bool:
+    """Whether the tensors are all that ep cuts, and nothing else."""
+    moment = proven[0][0].moment
+    cut = {
+        item.row.name
+        for item in context.judged(moment.kind, moment.step)
+        if experts_of_ranks(context, item.row.name.rpartition(".")[0])
+    }
+    return len(cut) < num_gated and cut == {item.row.name for item, _ in proven}
 
 
 def _peel_axes(

@@ -12,6 +12,7 @@ from paralign.align.explain.candidates import Candidate
 from paralign.align.explain.clip import explain_clipping
 from paralign.align.explain.context import Context
 from paralign.align.explain.data import explain_data
+from paralign.align.explain.expert_parts import explain_balance
 from paralign.align.explain.gradients import explain_gradients
 from paralign.align.explain.inputs import explain_inputs
 from paralign.align.explain.losses import explain_loss, explain_tokens
@@ -22,6 +23,7 @@ from paralign.align.explain.outputs import explain_outputs
 from paralign.align.explain.placement import PERMUTED_SHARDS
 from paralign.align.explain.remaps import WRONG_LAYER, explain_remaps
 from paralign.align.explain.replicas import MISSING_REDUCTION
+from paralign.align.explain.seed import from_the_loss
 from paralign.align.explain.shared import one_factor
 from paralign.align.explain.stale import STALE
 from paralign.align.explain.weights import explain_weights
@@ -98,9 +100,15 @@ def _carried_over(findings: list[Finding], step: int) -> None:
 def _loss_and_gradients(context: Context, step: int) -> list[Finding]:
     """A loss that no number explains by itself is explained by the gradients, if they are."""
     losses = explain_loss(context, step)
+    if not context.upstream:
+        balance = explain_balance(context, step, losses)
+        if balance is not None:
+            return balance
     gradients = explain_gradients(context, Kind.GRAD, step)
     if not context.upstream and not losses:
         gradients = _from_outputs(context, step, gradients)
+    if not context.upstream and not losses:
+        gradients = from_the_loss(context, step, gradients)
     joined = one_factor(losses, gradients)
     if joined is not None:
         return joined

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from paralign.align.explain.calls import prove_other_calls, prove_other_order
 from paralign.align.explain.candidates import Candidate
 from paralign.align.explain.context import Context
+from paralign.align.explain.expert_parts import prove_other_choices
 from paralign.align.explain.forward import DIFFERENT_CONFIG, prove_output, stage_axes
 from paralign.align.explain.positions import error_by_position
 from paralign.align.explain.precision import PRECISION
@@ -41,6 +42,9 @@ def explain_outputs(context: Context, step: int) -> list[Finding]:
     failing = context.failing(Kind.OUTPUT, step)
     if not failing or context.upstream:
         return []
+    other = prove_other_choices(context, step)
+    if other is not None:
+        return [other]
     wrong = {item.row.name for item in failing}
     for item in failing:
         proof = prove_missing_reduction(context, item)
