@@ -25,7 +25,7 @@ def test_a_fault_names_only_axes_that_it_needs():
 
 
 def test_every_fault_fits_one_of_the_examples():
-    assert len(EXAMPLES) == 4
+    assert len(EXAMPLES) == 6
     shown = {
         fault.name
         for path in EXAMPLES
