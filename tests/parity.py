@@ -28,13 +28,13 @@ from paralign.prove.reference import ReferenceStep
 from paralign.testing import run_on_ranks
 from paralign.train.build import (
     build_data,
-    build_optimizer,
     build_pieces,
     build_program,
     init_rule,
     initialise_whole,
     numerics,
 )
+from paralign.train.optimizer import build_optimizer
 
 EPS = torch.finfo(torch.float64).eps
 # Correct runs stay under 10 eps; 100 leaves room for another summation order, not for a fault.
@@ -276,7 +276,7 @@ def _train(
     clip: Callable[[float], Tensor],
     data: TokenSource,
 ) -> dict[str, Any]:
-    optimizer = build_optimizer(config.optimizer, names.values())
+    optimizer = build_optimizer(config.optimizer, names.items())
     before = {name: _local(parameter.detach()).clone() for name, parameter in names.items()}
     values: Values = {}
     losses, norms = [], []

@@ -27,6 +27,7 @@ from paralign.commands.init import init
 from paralign.commands.inspect import inspect
 from paralign.commands.sweep import sweep
 from paralign.commands.terminal import forget_stdout, print_error
+from paralign.commands.train import train
 from paralign.errors import ConfigError, ParalignError, RankError
 from paralign.launch import patient_threads
 
@@ -61,7 +62,7 @@ def build_app() -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     app.callback()(_root)
-    for command in (init, check, align, compare, inspect, drill, sweep):
+    for command in (init, check, align, compare, inspect, drill, sweep, train):
         app.command()(command)
     return app
 

@@ -8,6 +8,7 @@
     |   |-- DataError                 a batch or a data source
     |   `-- TraceError                a damaged, truncated or foreign trace
     |-- AlignError (AssertionError)   exit 1: a run is not the same training run
+    |-- TrainingError (RuntimeError)  exit 3: training cannot go on: its checkpoint, a gradient
     `-- RankError (RuntimeError)      exit 3: a rank raised, died or hung
         `-- RankTimeout
 
@@ -76,6 +77,12 @@ class AlignError(ParalignError, AssertionError):
     """A run is not the same training run as its reference."""
 
     exit_status = 1
+
+
+class TrainingError(ParalignError, RuntimeError):
+    """Training cannot go on, for a reason that is neither the config's nor a rank's code."""
+
+    exit_status = 3
 
 
 class RankError(ParalignError, RuntimeError):

@@ -85,6 +85,11 @@ class Program:
         return self._mesh
 
     @property
+    def device(self) -> torch.device:
+        """Where this rank computes."""
+        return self._device
+
+    @property
     def plan(self) -> Plan:
         """The resolved pipeline and sharding plan."""
         return self._plan
@@ -226,17 +231,21 @@ class Program:
         update_biases(self._routers.values(), sum_over_tokens=sum_over_tokens)
         self._moves_seen = None
 
-    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+    def clip_grad_norm_(self, max_norm: float, *, norm: Tensor | None = None) -> Tensor:
         """Scale all gradients so that their global norm is at most ``max_norm``.
 
         Comm:
-            One all-reduce of one number over the world.
+            One all-reduce of one number over the world, unless ``norm`` is given.
+
+        Args:
+            max_norm: The largest norm to leave.
+            norm: What :meth:`grad_norm` has just returned.
 
         Returns:
             The norm before clipping, a float64 scalar, equal on every rank. Replicated and tied
             parameters count once.
         """
-        norm = self.grad_norm()
+        norm = self.grad_norm() if norm is None else norm
         # The same formula as torch.nn.utils.clip_grad_norm_, so that a single device clips alike.
         coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         for grad in self._local_grads(self._parameters):

@@ -21,13 +21,13 @@ from paralign.prove.cost import RankCost, estimate
 from paralign.testing import run_on_ranks
 from paralign.train.build import (
     build_data,
-    build_optimizer,
     build_pieces,
     build_plans,
     build_program,
     build_tensor,
     numerics,
 )
+from paralign.train.optimizer import build_optimizer
 from tests import parity
 from tests.parity import make_config
 from tests.prove.sent import Counter, Counts, axes_of
@@ -41,7 +41,7 @@ def measure(configs: list[RunConfig]) -> list[dict[str, Any]]:
     seen = []
     for config in configs:
         program = build_program(config, numerics("float32", config), mesh=mesh)
-        optimizer = build_optimizer(config.optimizer, program.parameters())
+        optimizer = build_optimizer(config.optimizer, program.named_parameters())
         batch = program.shard(build_data(config).global_batch(0))
         program.step(batch)
         with Counter(axes_of(mesh)) as counter:

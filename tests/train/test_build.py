@@ -14,7 +14,6 @@ from paralign.parallelize import Context
 from paralign.randomness import Init
 from paralign.train.build import (
     build_data,
-    build_optimizer,
     build_pieces,
     build_plans,
     init_rule,
@@ -110,25 +109,6 @@ def test_the_seed_decides_the_weights():
 
     assert torch.equal(weight(0), weight(0))
     assert not torch.equal(weight(0), weight(1))
-
-
-def test_optimizers_get_every_setting():
-    parameter = torch.nn.Parameter(torch.zeros(2))
-    adam = make_config(
-        optimizer={"lr": 0.5, "betas": [0.5, 0.75], "eps": 1e-3, "weight_decay": 0.25}
-    )
-    made = build_optimizer(adam.optimizer, iter([parameter]))
-    assert isinstance(made, torch.optim.AdamW)
-    (group,) = made.param_groups
-    assert group["params"] == [parameter]
-    settings = [group[key] for key in ("lr", "betas", "eps", "weight_decay")]
-    assert settings == [0.5, (0.5, 0.75), 1e-3, 0.25]
-
-    sgd = make_config(optimizer={"name": "sgd", "lr": 0.5, "momentum": 0.75, "weight_decay": 0.25})
-    made = build_optimizer(sgd.optimizer, [parameter])
-    assert isinstance(made, torch.optim.SGD)
-    (group,) = made.param_groups
-    assert [group[key] for key in ("lr", "momentum", "weight_decay")] == [0.5, 0.75, 0.25]
 
 
 def test_data_has_the_batch_of_the_config_and_its_seed():

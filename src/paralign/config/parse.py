@@ -14,19 +14,15 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
+from paralign.config.keys import Section
 from paralign.config.nearest import nearest
-from paralign.config.run import RunConfig, Section
+from paralign.config.run import RunConfig
 from paralign.config.source import describe_type
 
 SECTIONS: Mapping[str, type[Section]] = {
     name: field.annotation
     for name, field in RunConfig.model_fields.items()
     if isinstance(field.annotation, type) and issubclass(field.annotation, Section)
-}
-
-# Keys of the documented RUN.yaml that this version cannot honour: null is fine, a value is refused.
-_LATER = {
-    "train": "training runs are not in this version of paralign",
 }
 
 
@@ -43,9 +39,6 @@ def parse(raw: Mapping[str, Any]) -> Parsed:
     """Read ``raw`` as far as it is sound, and say what is wrong with the rest."""
     values = {key: value for key, value in raw.items() if not (key in SECTIONS and value is None)}
     problems: list[str] = []
-    for key, refusal in _LATER.items():
-        if values.pop(key, None) is not None:
-            problems.append(f"{key}={show(raw[key])}: {refusal}. Remove `{key}`.")
     unsound: set[str] = set()
     while True:
         try:

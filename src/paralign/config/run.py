@@ -5,63 +5,27 @@ Only types and ranges live here. What joins two keys is in :mod:`paralign.config
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field
 
+from paralign.config.keys import (
+    Count,
+    Dtype,
+    Natural,
+    NonNegative,
+    Part,
+    Section,
+    Share,
+    count,
+    dtype,
+    key,
+    part,
+    tuples,
+)
+from paralign.config.training import OptimizerSection, ScheduleSection, TrainSection
 from paralign.mesh import Degrees
 from paralign.parallel.stages import SCHEDULES
-
-T = TypeVar("T")
-
-Dtype = Literal["float64", "float32", "bfloat16"]
-Part = Literal["compute", "float32"]  # a part of the model: as the rest, or in float32
-Count = Annotated[int, Field(ge=1)]
-Natural = Annotated[int, Field(ge=0)]
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Share = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
-
-
-def _key(default: T, meaning: str, *, expects: str, example: str, words: str = "") -> T:
-    """Declare a key for messages and for the page that ``paralign init`` writes.
-
-    Args:
-        default: Its value when the config does not give it.
-        meaning: What it does, in a few words.
-        expects: Completes the sentence "it must be ...".
-        example: A value that works, as YAML.
-        words: Those texts it may be, one of which may have been meant.
-    """
-    extra: dict[str, Any] = {"expects": expects, "example": example, "words": words}
-    field: T = Field(default, description=meaning, json_schema_extra=extra)
-    return field
-
-
-def _count(default: int, meaning: str, *, example: str = "2") -> int:
-    return _key(default, meaning, expects="a whole number of at least 1", example=example)
-
-
-def _dtype(default: Dtype, meaning: str) -> Dtype:
-    names = "float64, float32, bfloat16"
-    return _key(default, meaning, expects=f"one of {names}", example=str(default), words=names)
-
-
-def _part(meaning: str) -> Part:
-    return _key(
-        "compute",
-        f"{meaning}: as compute, or in float32",
-        expects="compute or float32",
-        example="compute",
-        words="compute, float32",
-    )
-
-
-def _tuples(value: Any) -> Any:
-    """Turn YAML's lists, and lists in them, into tuples, which a frozen section can hold."""
-    if not isinstance(value, list):
-        return value
-    return tuple(tuple(item) if isinstance(item, list) else item for item in value)
 
 
 def _schedule_name(name: str) -> str:
@@ -70,31 +34,25 @@ def _schedule_name(name: str) -> str:
     return kind.name if kind else name
 
 
-class Section(BaseModel):
-    """A part of the config: frozen, strictly typed, no unknown keys."""
-
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
-
-
 class ModelSection(Section):
     """Which model to run: one of paralign's by name, or your own by import path."""
 
     # Every other key is a hyper-parameter of the model, checked against the model's own names.
     model_config = ConfigDict(frozen=True, strict=True, extra="allow")
 
-    name: str | None = _key(
+    name: str | None = key(
         None, "a model that ships with paralign", expects="the name of a model", example="llama"
     )
-    preset: str | None = _key(
+    preset: str | None = key(
         None, "its starting sizes", expects="the name of a preset", example="tiny"
     )
-    build: str | None = _key(
+    build: str | None = key(
         None,
         "your own model: a function that returns the module",
         expects="text like pkg.module:function",
         example='"my_pkg.model:build"',
     )
-    blueprint: str | None = _key(
+    blueprint: str | None = key(
         None,
         "how it is cut: a Blueprint class, or a function of the module that returns one",
         expects="text like pkg.module:name",
@@ -110,12 +68,12 @@ class ModelSection(Section):
 class MeshSection(Section):
     """How many ranks each mesh axis has; 1 means the axis is off."""
 
-    pp: Count = _count(1, "pipeline stages run side by side")
-    dp_replicate: Count = _count(1, "copies of the model, each with its own rows (HSDP)")
-    dp_shard: Count = _count(1, "ranks that share one copy of the parameters (FSDP)")
-    cp: Count = _count(1, "ranks that share one sequence (context parallel)")
-    tp: Count = _count(1, "ranks that share every layer (tensor parallel)")
-    ep: Count = _count(1, "ranks that share the experts (part of dp_shard * cp * tp)")
+    pp: Count = count(1, "pipeline stages run side by side")
+    dp_replicate: Count = count(1, "copies of the model, each with its own rows (HSDP)")
+    dp_shard: Count = count(1, "ranks that share one copy of the parameters (FSDP)")
+    cp: Count = count(1, "ranks that share one sequence (context parallel)")
+    tp: Count = count(1, "ranks that share every layer (tensor parallel)")
+    ep: Count = count(1, "ranks that share the experts (part of dp_shard * cp * tp)")
 
     @property
     def degrees(self) -> Degrees:
@@ -126,20 +84,20 @@ class MeshSection(Section):
 class PipelineSection(Section):
     """How the layers are split into stages and in which order micro-batches run."""
 
-    schedule: Annotated[str, AfterValidator(_schedule_name)] = _key(
+    schedule: Annotated[str, AfterValidator(_schedule_name)] = key(
         "1F1B",
         "GPipe, 1F1B, Interleaved1F1B, LoopedBFS, InterleavedZeroBubble, ZBVZeroBubble, DualPipeV",
         expects="the name of a schedule",
         example="1F1B",
     )
-    num_microbatches: Count = _count(4, "pieces a rank's rows are cut into, one after another")
-    stages_per_rank: Count | None = _key(
+    num_microbatches: Count = count(4, "pieces a rank's rows are cut into, one after another")
+    stages_per_rank: Count | None = key(
         None,
         "null: 1, or 2 where the schedule has virtual stages",
         expects="a whole number of at least 1, or null",
         example="2",
     )
-    layers_per_stage: Annotated[tuple[Count, ...], BeforeValidator(_tuples)] | None = _key(
+    layers_per_stage: Annotated[tuple[Count, ...], BeforeValidator(tuples)] | None = key(
         None,
         "null: as even as it can be; or one number a stage, such as [3, 2, 2, 1]",
         expects="a list of whole numbers of at least 1, or null",
@@ -152,15 +110,15 @@ class FsdpSection(Section):
 
     wrap: Annotated[
         Literal["root", "blocks", "first_block"] | tuple[tuple[str, ...], ...],
-        BeforeValidator(_tuples),
-    ] = _key(
+        BeforeValidator(tuples),
+    ] = key(
         "blocks",
         "root, blocks, first_block, or lists of module names; the root is always wrapped",
         expects="root, blocks, first_block, or a list of lists of module names",
         example="blocks",
         words="root, blocks, first_block",
     )
-    reshard_after_forward: bool | Literal["default"] = _key(
+    reshard_after_forward: bool | Literal["default"] = key(
         "default",
         "true: free gathered parameters after the forward; default: as torch chooses",
         expects="true, false or default",
@@ -178,13 +136,13 @@ class FsdpSection(Section):
 class ContextSection(Section):
     """How attention works on a sequence that is split over cp."""
 
-    ulysses_degree: Count | None = _key(
+    ulysses_degree: Count | None = key(
         None,
         "null: all of cp swaps sequence for heads; 1: gather K and V; between: both",
         expects="a whole number of at least 1, or null",
         example="2",
     )
-    load_balance: bool = _key(
+    load_balance: bool = key(
         False,
         "give each rank a piece from the head and one from the tail of the sequence",
         expects="true or false",
@@ -195,13 +153,13 @@ class ContextSection(Section):
 class TensorSection(Section):
     """How layers are spread over tp."""
 
-    sequence_parallel: bool = _key(
+    sequence_parallel: bool = key(
         True,
         "between blocks, cut the sequence over tp, so that norms are not repeated on every rank",
         expects="true or false",
         example="true",
     )
-    overlap: Literal["none", "chunks"] = _key(
+    overlap: Literal["none", "chunks"] = key(
         "none",
         "chunks: multiply one chunk of tokens while another one is sent; needs sequence_parallel",
         expects="none or chunks",
@@ -215,8 +173,8 @@ class RecomputeSection(Section):
 
     parts: Annotated[
         Literal["none", "block"] | tuple[Annotated[str, Field(min_length=1)], ...],
-        BeforeValidator(_tuples),
-    ] = _key(
+        BeforeValidator(tuples),
+    ] = key(
         "none",
         "none; block: whole layers; or names of modules and methods inside a layer, * for any text",
         expects="none, block, or a list of names",
@@ -228,14 +186,14 @@ class RecomputeSection(Section):
 class BatchSection(Section):
     """How many tokens one optimizer step sees, over all ranks and micro-batches."""
 
-    global_batch: Count = _count(8, "rows", example="8")
-    seq_len: Count = _count(64, "tokens a row", example="64")
+    global_batch: Count = count(8, "rows", example="8")
+    seq_len: Count = count(64, "tokens a row", example="64")
 
 
 class LossSection(Section):
     """How the loss of a micro-batch is computed."""
 
-    chunks: Count = _count(
+    chunks: Count = count(
         1,
         "pieces of the sequence that logits and loss are computed in, so that the logits of all "
         "tokens never exist",
@@ -246,16 +204,16 @@ class LossSection(Section):
 class DataSection(Section):
     """Where the tokens come from."""
 
-    source: Annotated[str, Field(min_length=1)] = _key(
+    source: Annotated[str, Field(min_length=1)] = key(
         "stdlib",
         "stdlib (the .py files of this Python), or the path of a text file or folder",
         expects="stdlib, or the path of a text file or folder",
         example="stdlib",
     )
-    tokenizer: Literal["bytes"] = _key(
+    tokenizer: Literal["bytes"] = key(
         "bytes", "one token a byte, 256 in all", expects="bytes", example="bytes"
     )
-    padding: Share = _key(
+    padding: Share = key(
         0.0,
         "largest share of a row that is a masked tail; uneven from row to row",
         expects="a number of at least 0 and below 1",
@@ -266,69 +224,35 @@ class DataSection(Section):
 class PrecisionSection(Section):
     """Which dtype each part of the training step works in."""
 
-    compute: Dtype = _dtype("float32", "forward and backward")
-    reduce: Dtype = _dtype("float32", "sums of gradients over micro-batches and ranks")
-    softmax: Part = _part("attention scores, their softmax and the weighted sum")
-    logits: Part = _part("the product with the head's weight")
-    residual: Part = _part("the stream that layers add to, and norms of it")
-
-
-class OptimizerSection(Section):
-    """How parameters move after the gradients are final."""
-
-    name: Literal["adamw", "sgd"] = _key(
-        "adamw",
-        "adamw or sgd",
-        expects="one of adamw, sgd",
-        example="adamw",
-        words="adamw, sgd",
-    )
-    lr: Positive = _key(3.0e-4, "learning rate", expects="a number above 0", example="3.0e-4")
-    betas: Annotated[tuple[Share, Share], BeforeValidator(_tuples)] = _key(
-        (0.9, 0.95),
-        "adamw: decay of the two moments",
-        expects="a list of two numbers of at least 0 and below 1",
-        example="[0.9, 0.95]",
-    )
-    eps: Positive = _key(
-        1.0e-8, "adamw: added to the denominator", expects="a number above 0", example="1.0e-8"
-    )
-    weight_decay: NonNegative = _key(
-        0.1, "weight decay", expects="a number of at least 0", example="0.1"
-    )
-    momentum: Share = _key(
-        0.0, "sgd: momentum", expects="a number of at least 0 and below 1", example="0.9"
-    )
-    clip: Positive | None = _key(
-        1.0,
-        "largest gradient norm over all parameters; null: no clipping",
-        expects="a number above 0, or null",
-        example="1.0",
-    )
+    compute: Dtype = dtype("float32", "forward and backward")
+    reduce: Dtype = dtype("float32", "sums of gradients over micro-batches and ranks")
+    softmax: Part = part("attention scores, their softmax and the weighted sum")
+    logits: Part = part("the product with the head's weight")
+    residual: Part = part("the stream that layers add to, and norms of it")
 
 
 class AlignSection(Section):
     """How the parallel run is compared with the run on one device."""
 
-    dtype: Dtype | None = _key(
+    dtype: Dtype | None = key(
         None,
         "null: float64 where the device has it, else float32 against a float64 truth on the CPU",
         expects="one of float64, float32, bfloat16, or null",
         example="float64",
         words="float64, float32, bfloat16",
     )
-    steps: Count = _count(1, "optimizer steps to compare", example="1")
-    seed: Natural = _key(
+    steps: Count = count(1, "optimizer steps to compare", example="1")
+    seed: Natural = key(
         0, "of weights and data", expects="a whole number of at least 0", example="0"
     )
-    jitter: NonNegative = _key(
+    jitter: NonNegative = key(
         0.02,
         "noise on parameters that start constant (norms, biases), so that no fault in them hides "
         "behind zeros; 0: off",
         expects="a number of at least 0",
         example="0.02",
     )
-    record: Literal["gradients", "activations"] = _key(
+    record: Literal["gradients", "activations"] = key(
         "gradients",
         "gradients: inputs, loss, gradients and weights; activations: also what modules return and "
         "its gradients, to find the module where two runs part",
@@ -353,16 +277,23 @@ class RunConfig(Section):
     data: DataSection = DataSection()
     precision: PrecisionSection = PrecisionSection()
     optimizer: OptimizerSection = OptimizerSection()
+    schedule: ScheduleSection = ScheduleSection()
+    train: TrainSection = TrainSection()
     align: AlignSection = AlignSection()
-    program: Annotated[str, Field(min_length=1)] | None = _key(
+    program: Annotated[str, Field(min_length=1)] | None = key(
         None,
         "your own parallel code to judge: build(model, mesh, config) -> step(batch) -> loss",
         expects="text like pkg.module:function, or null",
         example='"my_pkg.parallel:build"',
     )
-    device: Literal["cpu", "cuda", "npu", "xpu"] = _key(
+    device: Literal["cpu", "cuda", "npu", "xpu"] = key(
         "cpu",
         "cpu, cuda, npu or xpu",
         expects="one of cpu, cuda, npu, xpu (no index: each rank picks its own)",
         example="cuda",
     )
+
+    def for_training(self) -> RunConfig:
+        """Return the run with the seed of ``train`` and no noise on what starts constant."""
+        align = self.align.model_copy(update={"seed": self.train.seed, "jitter": 0.0})
+        return self.model_copy(update={"align": align})

@@ -8,7 +8,8 @@ from typing import Any
 
 import yaml
 
-from paralign.config.run import ModelSection, RunConfig, Section
+from paralign.config.keys import Section
+from paralign.config.run import ModelSection, RunConfig
 
 _VALUE_COLUMN = 36
 _LINE_WIDTH = 100

@@ -15,9 +15,19 @@ from enum import IntEnum
 from typing import TypeVar
 
 from paralign import errors
-from paralign.errors import AlignError, ConfigError, ParalignError, RankError, RankTimeout
+from paralign.errors import (
+    AlignError,
+    ConfigError,
+    ParalignError,
+    RankError,
+    RankTimeout,
+    TrainingError,
+)
 
 E = TypeVar("E", bound=ParalignError)
+
+# Errors of a rank that arrive as their own class: they say themselves what to do.
+TOLD = (ConfigError, AlignError, TrainingError)
 
 # What gloo, NCCL and sockets say on a rank whose peer is gone.
 _PEER_GONE = re.compile(
@@ -57,7 +67,7 @@ class Failure:
                 f"called sys.exit({error.code!r}) before it returned a result",
                 "exit",
             )
-        elif issubclass(known, (ConfigError, AlignError, RankError)):
+        elif issubclass(known, (*TOLD, RankError)):
             text = _text_of(error)
         else:
             text = _headline(error)
@@ -114,7 +124,7 @@ def _headline(error: BaseException) -> str:
 
 def _known_class(error: BaseException) -> type[ParalignError]:
     for cls in type(error).__mro__:
-        if cls.__module__ == errors.__name__ and issubclass(cls, (ConfigError, AlignError)):
+        if cls.__module__ == errors.__name__ and issubclass(cls, TOLD):
             return cls
     # An error that already is about ranks needs no "RankError:" in front of its text.
     return RankError if isinstance(error, RankError) else ParalignError
@@ -145,7 +155,7 @@ def build_error(
         describe: Coordinates of a rank, for the message.
 
     Returns:
-        A ``ConfigError`` or ``AlignError`` subclass where the cause was one, else a ``RankError``.
+        A subclass of one of ``TOLD`` where the cause was one, else a ``RankError``.
         It has ``.rank``, ``.cause_type`` and ``.traceback``, the rank's own traceback as text.
     """
     likeliest = min(failures, key=lambda failure: failure.blame)  # the earliest of equals
@@ -161,7 +171,7 @@ def build_error(
         if other.text != cause.text and other.blame is Blame.OWN:
             message += f"\nalso [{describe(other.rank)}] {other.text}"
     cls: type[ParalignError] = getattr(errors, cause.error_class)
-    if not issubclass(cls, (ConfigError, AlignError)):
+    if not issubclass(cls, TOLD):
         cls = RankError
     return _with_details(cls(message), cause.rank, cause.cause_type, cause.traceback)
 

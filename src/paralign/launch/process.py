@@ -6,10 +6,12 @@ import os
 import signal
 import time
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from types import FrameType
 
 from paralign.errors import RankError
 from paralign.launch.rank import STACK_SIGNAL, RankSetup, rank_main
@@ -96,6 +98,23 @@ def start_ranks(world: RankSetup, *, into: list[RankProcess]) -> None:
             "the ranks cannot be started: their fork server ended, most likely while it imported "
             "torch. Run `python -c 'import paralign.launch.preload'` to see why."
         ) from error
+
+
+@contextmanager
+def forwarded(signals: Iterable[signal.Signals], ranks: Sequence[RankProcess]) -> Iterator[None]:
+    """Hand ``signals`` that this process gets on to every rank."""
+
+    def hand_on(number: int, frame: FrameType | None) -> None:
+        for rank in ranks:
+            if rank.process.pid is not None and not rank.has_ended():
+                os.kill(rank.process.pid, number)
+
+    before = {number: signal.signal(number, hand_on) for number in signals}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def end_ranks(ranks: Iterable[RankProcess], *, describe: Callable[[int], str]) -> None:

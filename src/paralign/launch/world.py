@@ -9,15 +9,22 @@ from __future__ import annotations
 
 import os
 import pickle
+import signal
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.util import get_temp_dir
 from pathlib import Path
 from typing import Any, TypeVar
 
 from paralign.errors import ConfigError
 from paralign.launch.channel import inside_rank
-from paralign.launch.process import RankProcess, end_ranks, kill_ranks, start_ranks
+from paralign.launch.process import (
+    RankProcess,
+    end_ranks,
+    forwarded,
+    kill_ranks,
+    start_ranks,
+)
 from paralign.launch.rank import MainModule, RankSetup
 from paralign.launch.watchdog import Watchdog
 
@@ -32,6 +39,7 @@ def run_ranks(
     timeout: float | None = 60.0,
     describe: Callable[[int], str] | None = None,
     on_event: Callable[[int, Any], None] | None = None,
+    forward: Sequence[signal.Signals] = (),
 ) -> list[T]:
     """Run ``fn(*args)`` on every rank of a fresh world on this machine.
 
@@ -47,6 +55,8 @@ def run_ranks(
         timeout: Seconds that the ranks, once all are up, may go on without finishing or calling
             :func:`report_event`. None: no limit.
         describe: A rank's coordinates in messages, such as ``Degrees(...).describe_rank``.
+        forward: Signals that this process hands on to the ranks instead of dying of them, for a
+            function that ends well when asked to. Only the main thread can.
         on_event: Called here with ``(rank, payload)`` for each ``report_event(payload)`` on a rank.
 
     Returns:
@@ -81,7 +91,8 @@ def run_ranks(
         try:
             start_ranks(setup, into=ranks)
             watchdog = Watchdog(ranks, timeout=timeout, describe=describe, on_event=on_event)
-            results: list[T] = watchdog.wait_for_results()
+            with forwarded(forward, ranks):
+                results: list[T] = watchdog.wait_for_results()
             end_ranks(ranks, describe=describe)
             return results
         finally:

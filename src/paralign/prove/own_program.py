@@ -39,11 +39,11 @@ from paralign.prove.steps import RECORDED, run_facts
 from paralign.train.build import (
     Numerics,
     build_data,
-    build_optimizer,
     build_pieces,
     init_rule,
     initialise_whole,
 )
+from paralign.train.optimizer import build_optimizer
 
 Batch = Mapping[str, Tensor]
 
@@ -178,7 +178,7 @@ class _Loop:
         self._hooks = hooks
         self._ours: torch.optim.Optimizer | None = None
         if not program.optimizers:
-            self._ours = build_optimizer(config.optimizer, program.parameters.values())
+            self._ours = build_optimizer(config.optimizer, program.parameters.items())
         # The user's step returns the loss after his optimizer has moved the parameters, so what
         # ends a recorded step is this, not the optimizer.
         self._end = _EndOfStep()

@@ -98,7 +98,7 @@ def run_of(
 
     return Run(
         modules=program.modules,
-        parameters=list(program.parameters()),
+        parameters=dict(program.named_parameters()),
         step=step,
         clip=lambda largest: program.clip_grad_norm_(largest),
         num_microbatches=program.plan.num_microbatches,

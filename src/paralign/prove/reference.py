@@ -78,7 +78,7 @@ def run_reference(
 
     run = Run(
         modules=[model],
-        parameters=list(model.parameters()),
+        parameters=dict(model.named_parameters()),
         step=logged_step,
         clip=clip,
         alone=alone,

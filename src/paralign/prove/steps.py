@@ -15,7 +15,8 @@ from paralign.align.output_rules import OutputRule
 from paralign.config.run import RunConfig
 from paralign.data.source import TokenSource
 from paralign.launch import report_event
-from paralign.train.build import Numerics, build_data, build_optimizer
+from paralign.train.build import Numerics, build_data
+from paralign.train.optimizer import build_optimizer
 
 RECORDED = ("loss", "norm", "params", "grads", "optimizer", "inputs")
 ROUTER_BIASES = "*router.bias"
@@ -28,7 +29,7 @@ class Run:
 
     Attributes:
         modules: Modules with global parameter names.
-        parameters: What the optimizer moves.
+        parameters: What the optimizer moves, by global name.
         step: Global batch -> loss and number of valid tokens; adds gradients to ``.grad``.
         clip: Largest norm -> norm before clipping; scales the gradients.
         num_microbatches: Pieces a rank's rows go through in.
@@ -51,7 +52,7 @@ class Run:
     """
 
     modules: Sequence[nn.Module]
-    parameters: Sequence[nn.Parameter]
+    parameters: Mapping[str, nn.Parameter]
     step: Callable[[Mapping[str, Tensor]], tuple[Tensor, int]]
     clip: Callable[[float], Tensor]
     num_microbatches: int = 1
@@ -88,7 +89,7 @@ def record_steps(
     if run.contributions and "microbatch_grads" not in what:
         what += ("microbatch_grads",)
     data = build_data(config) if run.data is None else run.data
-    optimizer = build_optimizer(config.optimizer, run.parameters)
+    optimizer = build_optimizer(config.optimizer, run.parameters.items())
     clip = float("inf") if config.optimizer.clip is None else config.optimizer.clip
     with record(
         trace,

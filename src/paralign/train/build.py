@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from paralign.blueprint import Blueprint
 from paralign.config.model_choice import build_model
-from paralign.config.run import OptimizerSection, RunConfig
+from paralign.config.run import RunConfig
 from paralign.data.source import TokenSource
 from paralign.mesh import build_mesh
 from paralign.models.router import named_biases
@@ -72,6 +72,16 @@ def numerics(name: str, config: RunConfig) -> Numerics:
     reduce = torch.bfloat16 if is_low else torch.float32
     return Numerics(
         name=name, master=torch.float32, compute=torch.bfloat16, reduce=reduce, **_parts(config)
+    )
+
+
+def training_numerics(config: RunConfig) -> Numerics:
+    """Return the dtypes that ``paralign train`` trains in: weights in float32 at least."""
+    section = config.precision
+    compute, reduce = getattr(torch, section.compute), getattr(torch, section.reduce)
+    master = torch.float64 if compute == torch.float64 else torch.float32
+    return Numerics(
+        name=section.compute, master=master, compute=compute, reduce=reduce, **_parts(config)
     )
 
 
@@ -148,24 +158,6 @@ def _allocate(model: nn.Module) -> None:
         for leaf, buffer in module._buffers.items():
             if buffer is not None:
                 setattr(module, leaf, torch.empty_like(buffer, device="cpu"))
-
-
-def build_optimizer(
-    section: OptimizerSection, parameters: Iterable[nn.Parameter]
-) -> torch.optim.Optimizer:
-    """Build the optimizer over parameters or their shards."""
-    chosen = list(parameters)
-    if section.name == "sgd":
-        return torch.optim.SGD(
-            chosen, lr=section.lr, momentum=section.momentum, weight_decay=section.weight_decay
-        )
-    return torch.optim.AdamW(
-        chosen,
-        lr=section.lr,
-        betas=section.betas,
-        eps=section.eps,
-        weight_decay=section.weight_decay,
-    )
 
 
 def build_data(config: RunConfig) -> TokenSource:

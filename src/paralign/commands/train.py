@@ -1,0 +1,116 @@
+"""``paralign train``: trains a run to its end, or goes on with one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.text import Text
+
+from paralign.commands.options import (
+    ConfigFile,
+    Overrides,
+    Quiet,
+    Timeout,
+    Verbose,
+    check_not_both,
+    parse_seconds,
+)
+from paralign.commands.terminal import print_result
+from paralign.config.load import load_config
+from paralign.config.run import RunConfig
+from paralign.errors import ConfigError
+from paralign.launch import current_world, join_world, run_ranks, start_fork_server
+from paralign.requirements import require_torch
+
+if TYPE_CHECKING:
+    from paralign.train.loop import Ended
+
+
+def train(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    timeout: Timeout = "600",
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+) -> int:
+    """Train a run, from its last checkpoint if there is one.
+
+    Starts the ranks on this machine, or joins those that torchrun started. What
+    train.dir holds decides whether the run begins or goes on, on this mesh or
+    another one. SIGTERM ends it after the step it is in, with a checkpoint.
+
+    Exit status: 0 done or stopped by request, 2 the config is wrong, 3 a rank
+    failed or hung, or training could not go on.
+    """
+    check_not_both(quiet, verbose)
+    seconds = parse_seconds("--timeout", timeout)
+    world = current_world()
+    run = load_config(config, overrides or (), world_size=world.world_size if world else None)
+    check_trainable(run)
+    say = _nothing if quiet else _say
+    if world is None:
+        start_fork_server("paralign.train.loop")
+    require_torch(feature="paralign train")
+    if world is None:
+        _train_locally(run, seconds, say)
+    else:
+        with join_world(run.device, timeout=seconds, describe=run.mesh.degrees.describe_rank):
+            from paralign.train.loop import run_training
+
+            run_training(run, say)
+    return 0
+
+
+def check_trainable(config: RunConfig) -> None:
+    """Check what only training needs: code of paralign's own, and a folder to write to.
+
+    Raises:
+        ConfigError: One is missing; all are listed.
+    """
+    problems = []
+    if config.program is not None:
+        problems.append(
+            f"program={config.program!r} is code of your own, which `paralign align` judges. Train "
+            "it with its own loop, or remove `program`."
+        )
+    folder = Path(config.train.dir)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / ".writable"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        problems.append(
+            f"train.dir={config.train.dir!r} cannot be written: {error.strerror}. Give a folder "
+            "that can."
+        )
+    if problems:
+        raise ConfigError.from_problems("cannot train", problems)
+
+
+def _train_locally(config: RunConfig, timeout: float, say: Callable[[str], None]) -> Ended:
+    from paralign.train.loop import run_local_rank
+    from paralign.train.stop import STOP_SIGNALS
+
+    degrees = config.mesh.degrees
+    ends: list[Ended] = run_ranks(
+        run_local_rank,
+        degrees.world_size,
+        config,
+        device=config.device,
+        timeout=timeout,
+        describe=degrees.describe_rank,
+        on_event=lambda rank, text: say(str(text)),
+        forward=STOP_SIGNALS,
+    )
+    return ends[0]
+
+
+def _say(text: str) -> None:
+    print_result(Text(text))  # names in it are not markup
+
+
+def _nothing(text: str) -> None:
+    """Say nothing."""

@@ -1,0 +1,116 @@
+"""Sections of a RUN.yaml that say how parameters move, and for how long."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field
+
+from paralign.config.keys import (
+    Count,
+    Natural,
+    NonNegative,
+    Positive,
+    Section,
+    Share,
+    count,
+    key,
+    natural,
+    tuples,
+)
+
+
+class OptimizerSection(Section):
+    """How parameters move after the gradients are final."""
+
+    name: Literal["adamw", "sgd"] = key(
+        "adamw",
+        "adamw or sgd",
+        expects="one of adamw, sgd",
+        example="adamw",
+        words="adamw, sgd",
+    )
+    lr: Positive = key(3.0e-4, "learning rate", expects="a number above 0", example="3.0e-4")
+    betas: Annotated[tuple[Share, Share], BeforeValidator(tuples)] = key(
+        (0.9, 0.95),
+        "adamw: decay of the two moments",
+        expects="a list of two numbers of at least 0 and below 1",
+        example="[0.9, 0.95]",
+    )
+    eps: Positive = key(
+        1.0e-8, "adamw: added to the denominator", expects="a number above 0", example="1.0e-8"
+    )
+    weight_decay: NonNegative = key(
+        0.1, "weight decay", expects="a number of at least 0", example="0.1"
+    )
+    decay: Literal["all", "matrices"] = key(
+        "all",
+        "which parameters weight_decay is for: all; matrices: no biases and no norms",
+        expects="all or matrices",
+        example="matrices",
+        words="all, matrices",
+    )
+    momentum: Share = key(
+        0.0, "sgd: momentum", expects="a number of at least 0 and below 1", example="0.9"
+    )
+    clip: Positive | None = key(
+        1.0,
+        "largest gradient norm over all parameters; null: no clipping",
+        expects="a number above 0, or null",
+        example="1.0",
+    )
+
+
+class ScheduleSection(Section):
+    """How the learning rate of `paralign train` changes; it ends at train.steps."""
+
+    name: Literal["constant", "cosine", "wsd"] = key(
+        "constant",
+        "after the warm-up: constant; cosine down to the end; wsd: stable, then linear decay",
+        expects="one of constant, cosine, wsd",
+        example="cosine",
+        words="constant, cosine, wsd",
+    )
+    warmup_steps: Natural = natural(0, "steps over which the rate grows to optimizer.lr", "100")
+    decay_steps: Natural = natural(0, "wsd: last steps, in which the rate decays", "100")
+    min_ratio: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] = key(
+        0.0,
+        "cosine and wsd: share of optimizer.lr that the last step has",
+        expects="a number from 0 to 1",
+        example="0.1",
+    )
+
+
+class TrainSection(Section):
+    """How long `paralign train` trains, and what it keeps."""
+
+    steps: Count = count(100, "optimizer steps of the whole run", example="1000")
+    dir: Annotated[str, Field(min_length=1)] = key(
+        "runs/demo",
+        "folder of the run: metrics, checkpoints; all ranks must see it",
+        expects="the path of a folder",
+        example="runs/demo",
+    )
+    seed: Natural = natural(0, "of weights and data", "0")
+    accumulate: Count = count(1, "global batches whose gradients make one optimizer step")
+    log_every: Count = count(10, "steps between two lines of progress", example="10")
+    save_every: Natural = natural(
+        0, "steps between two checkpoints; 0: only at the end of the run", "100"
+    )
+    keep: Count = count(2, "newest checkpoints that are kept")
+    async_save: bool = key(
+        True,
+        "write checkpoints while training goes on",
+        expects="true or false",
+        example="true",
+    )
+    on_nonfinite: Literal["stop", "skip"] = key(
+        "stop",
+        "when a gradient is NaN or infinite: stop and name it; skip: name it, leave the step out",
+        expects="stop or skip",
+        example="skip",
+        words="stop, skip",
+    )
+    collect_garbage_every: Natural = natural(
+        0, "steps between two collections of garbage, on all ranks at once; 0: as Python does", "50"
+    )

@@ -1,0 +1,298 @@
+"""Checkpoints: written by all ranks at once, complete or not there, and loaded on any mesh.
+
+::
+
+    checkpoints/
+      step-00000200/            complete: it has this name only when everything in it is on disk
+        state.json              step, config, sizes and checksums of the files beside it
+        shard-00001-model-00001-of-00002.safetensors    weights of a rank, by global name
+        shard-00001-model-00002-of-00002.safetensors    what its optimizer keeps
+      .step-00000300.partial/   being written, or what a killed run has left
+
+The format is torch's distributed checkpoint in safetensors: shards say where they lie in the whole
+tensor, so any mesh can read them, and nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import (
+    HuggingFaceStorageReader,
+    HuggingFaceStorageWriter,
+)
+from torch.distributed.checkpoint.state_dict_loader import load as load_shards
+from torch.distributed.checkpoint.state_dict_saver import async_save, save
+
+from paralign.errors import TrainingError
+
+FORMAT = 1
+STATE_FILE = "state.json"
+OPTIMIZER = "optimizer."
+"""What names of optimizer state start with; the rest are parameters and buffers."""
+
+_NAME = re.compile(r"step-(\d{8,})")
+_CHUNK = 1 << 22
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A complete checkpoint on disk."""
+
+    path: Path
+    step: int
+
+    def state(self) -> dict[str, Any]:
+        """Return what was saved beside the tensors.
+
+        Raises:
+            TrainingError: It cannot be read, or is of another format.
+        """
+        try:
+            state = json.loads((self.path / STATE_FILE).read_text(encoding="utf-8"))
+            found = state["format"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise TrainingError(
+                _damaged(self.path, f"{STATE_FILE} cannot be read: {error}")
+            ) from None
+        if found != FORMAT:
+            raise TrainingError(
+                f"{self.path} has format={found!r}; this version of paralign reads {FORMAT}. Load "
+                "it with the version that wrote it."
+            )
+        result: dict[str, Any] = state
+        return result
+
+
+def find_checkpoints(folder: Path) -> list[Checkpoint]:
+    """Return the complete checkpoints in ``folder``, the newest last."""
+    if not folder.is_dir():
+        return []
+    found = [
+        Checkpoint(path, int(match[1]))
+        for path in folder.iterdir()
+        if (match := _NAME.fullmatch(path.name)) and path.is_dir()
+    ]
+    return sorted(found, key=lambda checkpoint: checkpoint.step)
+
+
+class Checkpoints:
+    """The checkpoints of a run. Every rank makes one, and all call its methods together.
+
+    Args:
+        folder: Where they are; on a file system that all ranks see.
+        keep: How many of the newest are kept.
+        is_async: Write while training goes on; :meth:`save` then only copies the tensors.
+
+    Comm:
+        A process group of its own, so that what is written in the background does not mix with
+        training. A save gathers the plan of every rank on rank 0: some hundred bytes a tensor.
+    """
+
+    def __init__(self, folder: Path, *, keep: int, is_async: bool) -> None:
+        self._folder = folder
+        self._keep = keep
+        self._is_async = is_async
+        self._group = dist.new_group(backend="gloo")
+        self._writing: tuple[int, Any] | None = None
+
+    def save(self, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
+        """Save this rank's ``tensors`` (by global name) and ``state`` (the same on every rank).
+
+        Waits for the save before, if that is still being written.
+
+        Raises:
+            TrainingError: That one, or (unless asynchronous) this one, could not be written.
+        """
+        self.wait()
+        if dist.get_rank() == 0:
+            self._remove_partial()
+        dist.barrier(group=self._group)
+        files = {n: 2 if n.startswith(OPTIMIZER) else 1 for n in tensors}
+        writer = _Writer(self._folder, step, files, {**state, "step": step}, keep=self._keep)
+        arguments: dict[str, Any] = {"storage_writer": writer, "process_group": self._group}
+        if self._is_async:
+            self._writing = step, async_save(dict(tensors), **arguments)
+            return
+        try:
+            save(dict(tensors), **arguments)
+        except CheckpointException as error:
+            raise self._not_written(step, error) from None
+
+    def wait(self) -> None:
+        """Wait until the last save is on disk.
+
+        Raises:
+            TrainingError: It could not be written; the checkpoints before are untouched.
+        """
+        if self._writing is None:
+            return
+        step, future = self._writing
+        self._writing = None
+        try:
+            future.result()
+        except CheckpointException as error:
+            raise self._not_written(step, error) from None
+
+    def _not_written(self, step: int, error: CheckpointException) -> TrainingError:
+        reasons = sorted(
+            {f"rank {rank}: {_reason(failure)}" for rank, failure in error.failures.items()}
+        )
+        older = find_checkpoints(self._folder)
+        kept = f"the last complete one is {older[-1].path}" if older else "there is none before it"
+        return TrainingError(
+            f"the checkpoint of step {step} could not be written to {self._folder} "
+            f"({'; '.join(reasons)}); {kept}. Make room there, or set train.dir to another disk, "
+            "and start the same command again."
+        )
+
+    def _remove_partial(self) -> None:
+        for path in self._folder.glob(".*.partial"):
+            shutil.rmtree(path, ignore_errors=True)
+        self._folder.mkdir(parents=True, exist_ok=True)
+
+
+def load(checkpoint: Checkpoint, tensors: Mapping[str, Tensor]) -> None:
+    """Fill this rank's ``tensors`` in place from a checkpoint of any mesh.
+
+    Comm:
+        The plan, as when saving; each rank reads what it needs from disk.
+
+    Raises:
+        TrainingError: A file is missing, truncated or changed, or a tensor is not in it.
+    """
+    verify(checkpoint)
+    reader = HuggingFaceStorageReader(str(checkpoint.path))
+    problems = _differences(reader, tensors)
+    everyone: list[list[str]] = [[]] * dist.get_world_size()
+    dist.all_gather_object(everyone, problems)
+    if found := sorted({problem for one in everyone for problem in one}):
+        raise TrainingError("\n".join([f"{checkpoint.path} is not of this model:", *found]))
+    load_shards(dict(tensors), storage_reader=reader)
+
+
+def verify(checkpoint: Checkpoint) -> None:
+    """Compare every file with the size and checksum it was written with; ranks share the files.
+
+    Raises:
+        TrainingError: One is missing or differs; every rank raises.
+    """
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    listed = sorted(checkpoint.state()["files"].items())
+    problems = []
+    for name, (size, checksum) in listed[rank::world_size]:
+        path = checkpoint.path / name
+        try:
+            if path.stat().st_size != size:
+                problems.append(f"{name} has {path.stat().st_size} bytes instead of {size}")
+            elif _checksum(path) != checksum:
+                problems.append(f"{name} has changed since it was written")
+        except OSError as error:
+            problems.append(f"{name} cannot be read: {_reason(error)}")
+    everyone: list[list[str]] = [[]] * world_size
+    dist.all_gather_object(everyone, problems)
+    if found := [problem for one in everyone for problem in one]:
+        raise TrainingError(_damaged(checkpoint.path, "; ".join(found)))
+
+
+class _Writer(HuggingFaceStorageWriter):
+    """Writes into a folder that gets its final name when every rank has written its files."""
+
+    def __init__(
+        self, folder: Path, step: int, files: dict[str, int], state: dict[str, Any], *, keep: int
+    ) -> None:
+        self._final = folder / f"step-{step:08d}"
+        self._partial = folder / f".step-{step:08d}.partial"
+        self._folder, self._state, self._keep = folder, state, keep
+        super().__init__(str(self._partial), fqn_to_index_mapping=files, save_distributed=True)
+
+    def prepare_global_plan(self, plans: list[Any]) -> list[Any]:
+        """Give every rank its own files; the map of names to files is its own as well."""
+        mine = self.fqn_to_index_mapping
+        self.fqn_to_index_mapping = {
+            item.index.fqn: 2 if item.index.fqn.startswith(OPTIMIZER) else 1
+            for plan in plans
+            for item in plan.items
+        }
+        try:
+            return super().prepare_global_plan(plans)
+        finally:
+            self.fqn_to_index_mapping = mine
+
+    def finish(self, metadata: Any, results: Any) -> None:
+        """Make the checkpoint complete. Runs on one rank, after all others have written."""
+        files = {
+            path.name: [path.stat().st_size, _checksum(path)]
+            for path in sorted(self._partial.glob("*.safetensors"))
+        }
+        state = {"format": FORMAT, "torch": torch.__version__, **self._state, "files": files}
+        with (self._partial / STATE_FILE).open("w", encoding="utf-8") as file:
+            json.dump(state, file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+        if self._final.exists():  # saved again after a restart from an older one
+            self._final.rename(self._folder / f".{self._final.name}.old.partial")
+        self._partial.rename(self._final)
+        _sync_folder(self._folder)
+        for old in find_checkpoints(self._folder)[: -self._keep]:
+            # Renamed first, so that none is ever complete by name and empty inside.
+            doomed = old.path.rename(self._folder / f".{old.path.name}.old.partial")
+            shutil.rmtree(doomed, ignore_errors=True)
+
+
+def _differences(reader: HuggingFaceStorageReader, tensors: Mapping[str, Tensor]) -> list[str]:
+    try:
+        saved = reader.read_metadata().state_dict_metadata
+    except (OSError, SafetensorError, ValueError, KeyError) as error:
+        return [f"  - its files cannot be read: {_reason(error)}"]
+    problems = []
+    for name, tensor in tensors.items():
+        there = saved.get(name)
+        if there is None:
+            problems.append(f"  - {name} is not in it")
+        elif tuple(there.size) != tuple(tensor.shape):  # type: ignore[union-attr]
+            problems.append(
+                f"  - {name} has the shape {list(tensor.shape)} here and {list(there.size)} there"  # type: ignore[union-attr]
+            )
+    return problems
+
+
+def _checksum(path: Path) -> int:
+    value = 0
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK):
+            value = zlib.crc32(chunk, value)
+    return value
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _reason(error: Any) -> str:
+    inner = error[0] if isinstance(error, tuple) else error
+    return str(getattr(inner, "strerror", None) or inner or type(inner).__name__)
+
+
+def _damaged(path: Path, what: str) -> str:
+    return (
+        f"{path} is damaged: {what}. Remove that folder to go on from the checkpoint before it, or "
+        "restore the files."
+    )

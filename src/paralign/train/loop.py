@@ -1,0 +1,280 @@
+"""``paralign train`` on one rank: steps, metrics, checkpoints, and how a run goes on."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from paralign.config.run import RunConfig
+from paralign.errors import ConfigError, TrainingError
+from paralign.launch import report_event
+from paralign.mesh import degrees_of
+from paralign.program import Program
+from paralign.train.build import build_data, build_program, training_numerics
+from paralign.train.checkpoint import Checkpoint, Checkpoints, find_checkpoints, load
+from paralign.train.local_shards import on_local_shards
+from paralign.train.metrics import Metrics, MetricsFile
+from paralign.train.optimizer import build_optimizer
+from paralign.train.schedule import Schedule
+from paralign.train.state import (
+    non_finite,
+    num_optimizer_steps,
+    set_optimizer_steps,
+    tensors_of,
+    tensors_of_copies,
+)
+from paralign.train.stop import StopRequest, stop_on_signals
+
+# Sections of which every key decides what is trained; the others say only how.
+_SAME = ("model", "batch", "data", "optimizer", "schedule")
+_SAME_TRAIN = ("seed", "accumulate")
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a run ended.
+
+    Attributes:
+        step: Optimizer steps made in all.
+        is_complete: All of them; otherwise the run was asked to stop.
+        loss: Of the last step; None if there was none.
+    """
+
+    step: int
+    is_complete: bool
+    loss: float | None
+
+
+def run_training(config: RunConfig, say: Say) -> Ended:
+    """Train on this rank, from the last complete checkpoint in ``config.train.dir`` if any.
+
+    Args:
+        config: The run; see ``docs/train.md``.
+        say: Told what goes on, on the first rank.
+
+    Comm:
+        Besides what :meth:`paralign.program.Program.step` does: two all-reduces of one number a
+        step, and for checkpoints what :class:`paralign.train.checkpoint.Checkpoints` says.
+
+    Raises:
+        ConfigError: The checkpoint is of a run with another model, data or optimizer.
+        TrainingError: A gradient is not finite, or a checkpoint cannot be written or read.
+    """
+    with stop_on_signals() as request:
+        run = TrainingRun(config, say if dist.get_rank() == 0 else lambda text: None)
+        return run.train(request)
+
+
+class TrainingRun:
+    """One rank's part of a training run."""
+
+    def __init__(self, config: RunConfig, say: Say) -> None:
+        self._config, self._say = config, say
+        self._folder = Path(config.train.dir)
+        self._program: Program = build_program(config.for_training(), training_numerics(config))
+        self._optimizer = build_optimizer(
+            config.optimizer, self._program.named_parameters(), fused=True
+        )
+        self._data = build_data(config.for_training())
+        section = config.schedule
+        self._schedule = Schedule(
+            name=section.name,
+            num_steps=config.train.steps,
+            warmup_steps=section.warmup_steps,
+            decay_steps=section.decay_steps,
+            min_ratio=section.min_ratio,
+        )
+        self._checkpoints = Checkpoints(
+            self._folder / "checkpoints",
+            keep=config.train.keep,
+            is_async=config.train.async_save,
+        )
+        self._step = 0
+        self._num_tokens = 0
+        self._saved_step: int | None = None
+        self._resume()
+        self._file: MetricsFile | None = None
+        if dist.get_rank() == 0:
+            self._file = MetricsFile(self._folder, step=self._step)
+
+    def train(self, request: StopRequest) -> Ended:
+        """Make the steps that are left."""
+        section = self._config.train
+        loss: float | None = None
+        began, tokens_then = time.perf_counter(), self._step
+        is_asked = False
+        with _garbage_by_hand(section.collect_garbage_every) as collect:
+            while self._step < section.steps and not is_asked:
+                loss, norm, lr = self._train_step()
+                collect(self._step)
+                if self._step % section.log_every == 0 or self._step == section.steps:
+                    elapsed = time.perf_counter() - began
+                    self._log(loss, norm, lr, (self._step - tokens_then) / elapsed)
+                    began, tokens_then = time.perf_counter(), self._step
+                is_asked = request.agreed(self._program.device)
+                if section.save_every and self._step % section.save_every == 0:
+                    self._save()
+        if self._saved_step != self._step:
+            self._save()
+        self._checkpoints.wait()
+        is_complete = self._step >= section.steps
+        if not is_complete:
+            self._say(f"asked to stop: step {self._step} is saved, the same command goes on there")
+        return Ended(self._step, is_complete, loss)
+
+    def _train_step(self) -> tuple[float, float, float]:
+        program, train = self._program, self._config.train
+        lr = self._config.optimizer.lr * self._schedule.factor(self._step)
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        first = self._step * train.accumulate
+        batches = [
+            program.shard(self._data.global_batch(first + number))
+            for number in range(train.accumulate)
+        ]
+        num_tokens = sum(batch.num_global_tokens for batch in batches)
+        loss = 0.0
+        parts: dict[str, float] = {}
+        for batch in batches:
+            loss += float(program.step(batch, num_tokens=num_tokens))
+            for name, value in program.loss_parts.items():
+                parts[name] = parts.get(name, 0.0) + value
+        clip = self._config.optimizer.clip
+        # Before clipping, which would spread one bad number over all gradients.
+        norm = program.grad_norm()
+        if bool(torch.isfinite(norm)):
+            if clip is not None:
+                program.clip_grad_norm_(clip, norm=norm)
+            program.update_routers()
+            with on_local_shards():
+                self._optimizer.step()
+        else:
+            self._handle_non_finite(float(norm))
+        self._optimizer.zero_grad()
+        self._step += 1
+        self._num_tokens += num_tokens
+        self._parts = parts
+        return loss, float(norm), lr
+
+    def _handle_non_finite(self, norm: float) -> None:
+        """Name the first bad gradient on every rank that has one; stop or go on."""
+        everyone: list[Mapping[str, Any]] = [{}] * dist.get_world_size()
+        dist.all_gather_object(everyone, non_finite(self._program.named_parameters()))
+        degrees = degrees_of(self._program.mesh)
+        lines = [
+            f"  - [{degrees.describe_rank(rank)}] {name}: {what}"
+            for rank, found in enumerate(everyone)
+            for name, what in list(found.items())[:3]
+        ]
+        title = f"step {self._step + 1}: the gradient norm is {norm}; not finite are"
+        text = "\n".join([title, *lines])
+        if self._config.train.on_nonfinite == "stop":
+            raise TrainingError(
+                f"{text}\nNothing has moved since step {self._step}. Lower optimizer.lr, look at "
+                "the data of this step, or set train.on_nonfinite=skip."
+            )
+        self._say(f"{text}\nleft out, as train.on_nonfinite=skip says")
+
+    def _log(self, loss: float, norm: float, lr: float, steps_per_s: float) -> None:
+        batch = self._config.batch
+        tokens = batch.global_batch * batch.seq_len * self._config.train.accumulate
+        metrics = Metrics(
+            step=self._step,
+            loss=loss,
+            loss_parts=self._parts,
+            norm=norm,
+            lr=lr,
+            num_tokens=self._num_tokens,
+            tokens_per_s=tokens * steps_per_s,
+        )
+        if self._file is not None:
+            self._file.write(metrics)
+        self._say(metrics.text(self._config.train.steps))
+
+    def _save(self) -> None:
+        state = {
+            "num_tokens": self._num_tokens,
+            "optimizer_steps": num_optimizer_steps(self._optimizer),
+            "corpus": self._data.corpus.fingerprint,
+            "config": self._config.model_dump(mode="json"),
+        }
+        tensors = tensors_of(self._program, self._optimizer)
+        self._checkpoints.save(self._step, tensors, state)
+        self._saved_step = self._step
+        self._say(f"step {self._step}: saving to {self._folder / 'checkpoints'}")
+
+    def _resume(self) -> None:
+        chosen: list[Checkpoint | None] = [None]
+        if dist.get_rank() == 0 and (found := find_checkpoints(self._folder / "checkpoints")):
+            chosen = [found[-1]]
+        dist.broadcast_object_list(chosen, src=0)
+        [checkpoint] = chosen
+        if checkpoint is None:
+            return
+        state = checkpoint.state()
+        self._check_same(checkpoint, state)
+        load(checkpoint, tensors_of(self._program, self._optimizer))
+        if self._program.tied_aliases:
+            load(checkpoint, tensors_of_copies(self._program, self._optimizer))
+        set_optimizer_steps(self._optimizer, state["optimizer_steps"])
+        self._step, self._num_tokens = state["step"], state["num_tokens"]
+        self._saved_step = self._step
+        self._say(f"going on from {checkpoint.path}")
+
+    def _check_same(self, checkpoint: Checkpoint, state: Mapping[str, Any]) -> None:
+        """Raise unless the checkpoint is of the same training run, on whatever mesh."""
+        ours, theirs = self._config.model_dump(mode="json"), state["config"]
+        problems = [
+            f"{section}.{key} was {then!r} and is {now!r}"
+            for section, keys in [*((one, None) for one in _SAME), ("train", _SAME_TRAIN)]
+            for key in keys or sorted({*ours[section], *theirs.get(section, {})})
+            if (now := ours[section].get(key)) != (then := theirs.get(section, {}).get(key))
+        ]
+        then, now = theirs["train"]["steps"], ours["train"]["steps"]
+        if then != now and ours["schedule"]["name"] != "constant":
+            problems.append(
+                f"train.steps was {then} and is {now}, and the learning rate ends there"
+            )
+        if state["corpus"] != self._data.corpus.fingerprint:
+            problems.append(f"the files of data.source={self._config.data.source!r} have changed")
+        if problems:
+            fix = "Set them back to go on, or set train.dir to a new folder to start a new run"
+            raise ConfigError.from_problems(
+                f"{checkpoint.path} is of another training run. {fix}", problems
+            )
+
+
+@contextmanager
+def _garbage_by_hand(every: int) -> Iterator[Callable[[int], None]]:
+    """Collect garbage every so many steps, on all ranks at once, instead of when Python likes.
+
+    A collection stops a rank for some milliseconds, and all others that wait for it.
+    """
+    was_enabled = gc.isenabled()
+    if every:
+        gc.disable()
+
+    def collect(step: int) -> None:
+        if every and step % every == 0:
+            gc.collect()
+
+    try:
+        yield collect
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def run_local_rank(config: RunConfig) -> Ended:
+    """Train on a rank that ``run_ranks`` has started, whose progress goes to its parent."""
+    return run_training(config, report_event)

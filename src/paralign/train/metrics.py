@@ -1,0 +1,95 @@
+"""What a run says of itself: a line of JSON every few steps, and the same as text."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from paralign.errors import TrainingError
+
+FILE = "metrics.jsonl"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Metrics:
+    """One line.
+
+    Attributes:
+        step: Optimizer steps made.
+        loss: Of the last step, over its global batch.
+        loss_parts: What it consists of.
+        norm: Gradient norm over all parameters, before clipping.
+        lr: Learning rate of the last step.
+        num_tokens: Valid tokens trained on since the run began.
+        tokens_per_s: All tokens, padding as well, a second since the line before.
+    """
+
+    step: int
+    loss: float
+    loss_parts: dict[str, float]
+    norm: float
+    lr: float
+    num_tokens: int
+    tokens_per_s: float
+
+    def text(self, num_steps: int) -> str:
+        """Return the line for a terminal."""
+        balance = self.loss_parts.get("balance", 0.0)
+        extra = f" (balance {balance:.4g})" if balance else ""
+        return (
+            f"step {self.step}/{num_steps}: loss {self.loss:.4f}{extra}, norm {self.norm:.3g}, "
+            f"lr {self.lr:.3g}, {self.tokens_per_s:,.0f} tokens/s"
+        )
+
+
+class MetricsFile:
+    """The lines of a run; one rank writes them.
+
+    Args:
+        folder: The run's folder.
+        step: Steps that the run goes on from: later lines, of steps that were lost, are removed.
+    """
+
+    def __init__(self, folder: Path, *, step: int) -> None:
+        self._path = folder / FILE
+        folder.mkdir(parents=True, exist_ok=True)
+        kept = [line for line in read_metrics(folder) if line["step"] <= step]
+        text = "".join(json.dumps(line) + "\n" for line in kept)
+        with tempfile.NamedTemporaryFile(
+            "w", dir=folder, prefix=".metrics-", delete=False, encoding="utf-8"
+        ) as file:
+            file.write(text)
+        Path(file.name).replace(self._path)
+
+    def write(self, metrics: Metrics) -> None:
+        """Append a line.
+
+        Raises:
+            TrainingError: The disk is full, or the file cannot be written.
+        """
+        try:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(asdict(metrics)) + "\n")
+        except OSError as error:
+            raise TrainingError(
+                f"{self._path} cannot be written: {error.strerror}. Make room there, or set "
+                "train.dir to another disk; the run goes on from its last checkpoint."
+            ) from None
+
+
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
+    """Return the lines of a run, without one that a killed run has left unfinished."""
+    try:
+        lines = (folder / FILE).read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:
+        return []
+    found = []
+    for line in lines:
+        try:
+            found.append(json.loads(line))
+        except ValueError:
+            continue
+    return found
