@@ -45,6 +45,7 @@ AXES = [
 # The only files that import private modules of torch, and what for.
 PRIVATE_TORCH = {
     "models/compose.py": "torch.utils._pytree",  # compare nested outputs of any shape
+    "train/local_shards.py": "torch.utils._python_dispatch",  # see every operation of an optimizer
     "parallel/recompute.py": "torch.utils._pytree",  # find the tensors in arguments of any shape
     "parallel/tensor_tokens.py": "torch.utils._pytree",  # cut the tensors in arguments of any shape
     "parallel/context_guards.py": "torch._subclasses",  # a fake tensor has no values to check

@@ -13,9 +13,9 @@ from functools import cached_property
 
 from paralign.config.fitting import fitting_meshes
 from paralign.config.model_choice import ModelChoice, choose_model
-from paralign.config.parse import show
 from paralign.config.references import read_signature
 from paralign.config.run import RunConfig
+from paralign.config.training_rules import optimizer_problems, schedule_problems
 from paralign.data.corpus import Corpus, find_corpus
 from paralign.data.source import NUM_BYTES, check_length
 from paralign.errors import ConfigError, DataError, MeshError, ScheduleError
@@ -312,16 +312,11 @@ def _source_length(facts: Facts) -> Iterator[str]:
 
 
 def _optimizer(facts: Facts) -> Iterator[str]:
-    optimizer = facts.config.optimizer
-    other = {"adamw": ("momentum",), "sgd": ("betas", "eps")}[optimizer.name]
-    for key in other:
-        default = type(optimizer).model_fields[key].default
-        if getattr(optimizer, key) != default:
-            yield (
-                f"optimizer.{key}={show(getattr(optimizer, key))} has no effect on "
-                f"{optimizer.name}, and no setting is ignored. Remove {key}, or use "
-                f"name: {'sgd' if optimizer.name == 'adamw' else 'adamw'}."
-            )
+    yield from optimizer_problems(facts.config.optimizer)
+
+
+def _training(facts: Facts) -> Iterator[str]:
+    yield from schedule_problems(facts.config.schedule, facts.config.train)
 
 
 def _units(facts: Facts) -> Iterator[str]:
@@ -374,5 +369,6 @@ RULES = (
     Rule(needs=("data.source", "batch"), check=_source_length),
     Rule(needs=("precision",), check=_parts),
     Rule(needs=("optimizer",), check=_optimizer),
+    Rule(needs=("schedule", "train"), check=_training),
     Rule(needs=("fsdp.wrap",), check=_units),
 )
