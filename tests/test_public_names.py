@@ -41,6 +41,7 @@ PUBLIC = {
     "inspect",
     "load_config",
     "load_initial",
+    "on_local_shards",
     "parallelize",
     "record",
 }

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from paralign.prove.fault import fault as fault
     from paralign.prove.run import align as align
     from paralign.randomness import Init as Init
+    from paralign.train.local_shards import on_local_shards as on_local_shards
 
 __version__ = "0.1.0"
 
@@ -73,11 +74,12 @@ _HOME = {
     "inspect": "paralign.align.inspect",
     "load_config": "paralign.config.load",
     "load_initial": "paralign.align.initial",
+    "on_local_shards": "paralign.train.local_shards",
     "parallelize": "paralign.parallelize",
     "record": "paralign.align.record",
 }
 
-_TRAINING_HALF = ("paralign.parallel", "paralign.program", "paralign.prove")
+_TRAINING_HALF = ("paralign.parallel", "paralign.program", "paralign.prove", "paralign.train")
 
 __all__ = sorted([*_HOME, "__version__"])
 
