@@ -61,8 +61,8 @@ def tensors_in(checkpoint: Checkpoint) -> dict[str, Tensor]:
         with safe_open(str(path), framework="pt") as file:
             places = json.loads(file.metadata()["DCP_SHARDING_INFO"])
             for name in file.keys():
-                piece = places[name]["saved_offsets"], file.get_tensor(name)
-                found.setdefault(name, []).append(piece)
+                at = places[name]["saved_offsets"]
+                found.setdefault(name, []).append((at, file.get_tensor(name)))
     for name, pieces in found.items():
         ends = [[a + n for a, n in zip(at, p.shape, strict=True)] for at, p in pieces]
         shape = [max(end) for end in zip(*ends, strict=True)]

@@ -89,7 +89,7 @@ def _save_without_room(folder: str) -> str:
                 raise OSError(28, "No space left on device")
             return super().write_data(plan, planner)
 
-    checkpoint._Writer = Full
+    checkpoint._Writer = Full  # type: ignore[misc]
     saves.save(2, tensors, {})
     try:
         saves.wait()

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any, cast
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -52,7 +54,7 @@ def _parameters() -> list[nn.Parameter]:
     return made
 
 
-def _step(name: str, is_local: bool, options: dict) -> list[tuple[Tensor, int]]:
+def _step(name: str, is_local: bool, options: dict[str, Any]) -> list[tuple[Tensor, int]]:
     parameters = _parameters()
     optimizer = getattr(torch.optim, name)(parameters, lr=0.1, **options)
     for _ in range(3):
@@ -63,10 +65,10 @@ def _step(name: str, is_local: bool, options: dict) -> list[tuple[Tensor, int]]:
             optimizer.step()
     states = [state for one in optimizer.state.values() for state in one.values()]
     assert all(isinstance(s, DTensor) or s is None or s.dim() == 0 for s in states)
-    return [(p.detach().full_tensor(), p._version) for p in parameters]
+    return [(cast(DTensor, p.detach()).full_tensor(), p._version) for p in parameters]
 
 
-def _both(name: str, local: dict, plain: dict) -> tuple:
+def _both(name: str, local: dict[str, Any], plain: dict[str, Any]) -> tuple[Any, Any]:
     return _step(name, True, local), _step(name, False, plain)
 
 

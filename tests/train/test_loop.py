@@ -115,7 +115,7 @@ def _train_with_a_bad_gradient(config) -> Ended:
             named["layers.1.ffn.up.weight"].grad.to_local()[0, 0] = float("nan")
         return loss
 
-    Program.step = poisoned
+    Program.step = poisoned  # type: ignore[method-assign]
     return run_training(config, report_event)
 
 

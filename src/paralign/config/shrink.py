@@ -13,10 +13,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from paralign.config.keys import Section
 from paralign.config.model_choice import ModelChoice, choose_model
 from paralign.config.parse import show
 from paralign.config.rules import find_problems, plan_of
-from paralign.config.run import ModelSection, RunConfig, Section
+from paralign.config.run import ModelSection, RunConfig
 from paralign.config.shrink_mesh import lost_axes, small_meshes
 from paralign.config.shrink_model import Split, small_sizes
 from paralign.errors import ConfigError
