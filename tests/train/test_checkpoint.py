@@ -58,21 +58,21 @@ def _damage(kind: str, path: Path) -> None:
 )
 def test_a_damaged_file_is_named(tmp_path, kind, said):
     mesh = {"dp_shard": 2}
-    run(training_config(tmp_path, mesh=mesh, train={"steps": 1}))
+    run(training_config(tmp_path, mesh=mesh, train={"steps": 2}))
     damaged = sorted(newest(training_config(tmp_path)).path.glob("shard-00002-*"))[-1]
     _damage(kind, damaged)
     with pytest.raises(TrainingError) as error:
-        run(training_config(tmp_path, mesh=mesh, train={"steps": 2}))
+        run(training_config(tmp_path, mesh=mesh, train={"steps": 3}))
     assert damaged.name in str(error.value)
     assert said in str(error.value)
     assert "Remove that folder to go on from the checkpoint before it" in str(error.value)
 
 
 def test_a_damaged_state_is_said(tmp_path):
-    run(training_config(tmp_path, train={"steps": 1}))
+    run(training_config(tmp_path, train={"steps": 2}))
     (newest(training_config(tmp_path)).path / "state.json").write_text("{")
     with pytest.raises(TrainingError, match=r"is damaged: state\.json cannot be read"):
-        run(training_config(tmp_path, train={"steps": 2}))
+        run(training_config(tmp_path, train={"steps": 3}))
 
 
 def _save_without_room(folder: str) -> str:
@@ -110,7 +110,7 @@ def test_a_full_disk_leaves_the_checkpoint_before(tmp_path):
 def test_a_kill_at_any_moment_leaves_a_complete_checkpoint(tmp_path):
     """Kill a rank again and again; the run must end as one that nobody disturbed."""
     mesh = {"dp_shard": 2}
-    settings = {"steps": 30, "save_every": 1, "log_every": 1, "keep": 2}
+    settings = {"steps": 12, "save_every": 1, "log_every": 1, "keep": 2}
     calm = training_config(tmp_path / "calm", mesh=mesh, train=settings)
     run(calm)
     config = training_config(tmp_path / "killed", mesh=mesh, train=settings)
@@ -159,9 +159,9 @@ def _kill(pid: int, wait_s: float) -> None:
 
 
 def test_a_checkpoint_that_is_being_written_is_not_one(tmp_path):
-    run(training_config(tmp_path, train={"steps": 1}))
+    run(training_config(tmp_path, train={"steps": 2}))
     folder = tmp_path / "checkpoints"
-    shutil.copytree(folder / "step-00000001", folder / ".step-00000002.partial")
-    (folder / "step-2").mkdir()  # not a name of ours
-    assert [found.step for found in find_checkpoints(folder)] == [1]
+    shutil.copytree(folder / "step-00000002", folder / ".step-00000003.partial")
+    (folder / "step-9").mkdir()  # not a name of ours
+    assert [found.step for found in find_checkpoints(folder)] == [2]
     assert find_checkpoints(tmp_path / "nowhere") == []

@@ -90,9 +90,9 @@ def test_another_mesh_goes_on_with_the_same_bits(tmp_path, mesh):
 
 
 def test_a_checkpoint_of_another_run_is_refused(tmp_path):
-    run(training_config(tmp_path, train={"steps": 1}))
+    run(training_config(tmp_path, train={"steps": 2}))
     other = training_config(
-        tmp_path, train={"steps": 1, "seed": 1}, optimizer={"lr": 1e-3}, batch={"seq_len": 8}
+        tmp_path, train={"steps": 2, "seed": 1}, optimizer={"lr": 1e-3}, batch={"seq_len": 8}
     )
     with pytest.raises(ConfigError) as error:
         run(other)
