@@ -28,13 +28,13 @@ from paralign.prove.reference import ReferenceStep
 from paralign.testing import run_on_ranks
 from paralign.train.build import (
     build_data,
-    build_optimizer,
     build_pieces,
     build_program,
     init_rule,
     initialise_whole,
     numerics,
 )
+from paralign.train.optimizer import build_optimizer
 
 ROOT = Path(__file__).parents[1]
 # Example -> what is changed. The preset of 8 devices gets the sizes of tests, so that 50 steps take
@@ -62,8 +62,8 @@ def one_device(config: RunConfig, dtype: str, steps: int) -> list[float]:
     initialise_whole(model, init_rule(config, blueprint), seed=config.align.seed)
     rows = config.batch.global_batch // config.mesh.degrees.dp // config.pipeline.num_microbatches
     step = ReferenceStep(model, blueprint, precision, num_rows=rows)
-    clip = partial(torch.nn.utils.clip_grad_norm_, list(model.parameters()))
-    return _train(config, steps, list(model.parameters()), step, clip, step.update_routers)
+    clip = partial(torch.nn.utils.clip_grad_norm_, dict(model.named_parameters()))
+    return _train(config, steps, dict(model.named_parameters()), step, clip, step.update_routers)
 
 
 def on_mesh(config: RunConfig, dtype: str, steps: int) -> list[float]:
@@ -74,19 +74,19 @@ def on_mesh(config: RunConfig, dtype: str, steps: int) -> list[float]:
         cut = program.shard(batch)
         return program.step(cut), cut.num_global_tokens
 
-    parameters = list(program.parameters())
+    parameters = dict(program.named_parameters())
     return _train(config, steps, parameters, step, program.clip_grad_norm_, program.update_routers)
 
 
 def _train(
     config: RunConfig,
     steps: int,
-    parameters: list[torch.nn.Parameter],
+    parameters: Mapping[str, torch.nn.Parameter],
     step: Callable[[Mapping[str, Tensor]], tuple[Tensor, int]],
     clip: Callable[[float], Any],
     update_routers: Callable[[], None],
 ) -> list[float]:
-    optimizer = build_optimizer(config.optimizer, parameters)
+    optimizer = build_optimizer(config.optimizer, parameters.items())
     data = build_data(config)
     losses = []
     for number in range(steps):
