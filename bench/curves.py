@@ -62,7 +62,7 @@ def one_device(config: RunConfig, dtype: str, steps: int) -> list[float]:
     initialise_whole(model, init_rule(config, blueprint), seed=config.align.seed)
     rows = config.batch.global_batch // config.mesh.degrees.dp // config.pipeline.num_microbatches
     step = ReferenceStep(model, blueprint, precision, num_rows=rows)
-    clip = partial(torch.nn.utils.clip_grad_norm_, dict(model.named_parameters()))
+    clip = partial(torch.nn.utils.clip_grad_norm_, list(model.parameters()))
     return _train(config, steps, dict(model.named_parameters()), step, clip, step.update_routers)
 
 
