@@ -16,7 +16,7 @@ def test_eps_are_torchs() -> None:
 def test_every_row_has_a_name_and_a_reason() -> None:
     rows = [row for row in vars(budgets).values() if isinstance(row, Row)]
     rows += list(budgets.UNCALIBRATED_EPS.values())
-    assert len(rows) == 13
+    assert len(rows) == 15
     assert len({row.name for row in rows}) == len(rows)
     assert all(len(row.reason) > 15 and row.value > 0 for row in rows)
     assert set(budgets.UNCALIBRATED_EPS) == set(EPS) - {"float64"}

@@ -28,14 +28,16 @@ def test_floats_are_written_so_that_they_read_back(tmp_path):
 
 
 def test_every_key_is_there_with_a_comment():
-    written = re.findall(
-        r"^ *(?:# )?(\w+):.*?(?:  # (\S.*))?$", render(RunConfig(), title="t"), re.M
-    )
-    comments = dict(written)
+    line = re.compile(r"^( *)(?:# )?(\w+):.*?(?:  # (\S.*))?$", re.M)
+    comments: dict[str, str] = {}
+    section = ""
+    for indent, key, comment in line.findall(render(RunConfig(), title="t")):
+        section = section if indent else key
+        comments[f"{section}.{key}" if indent else key] = comment
     for section, kind in SECTIONS.items():
         assert section in comments
         for key, field in kind.model_fields.items():
-            assert comments.get(key), f"{section}.{key} is not explained"
+            assert comments.get(f"{section}.{key}"), f"{section}.{key} is not explained"
             assert field.description
     assert comments["device"]
 

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import fully_shard
 import paralign.batch
 import paralign.parallel.data
 import paralign.prove.parallel
+import paralign.train.build
 from paralign.config.run import RunConfig
 from paralign.loss import shift_labels
 from paralign.models.decoder import DecoderBlueprint
@@ -142,7 +143,7 @@ def ends_outside_every_unit() -> None:
     _replace(paralign.parallel.data, "fully_shard", without_ends)
     # A step notices by itself that a unit with gradients was not reduced.
     _replace(Program, "_reduction_problems", lambda program: [])
-    _replace(paralign.prove.parallel, "build_pieces", build_real)
+    _replace(paralign.train.build, "build_pieces", build_real)
 
 
 BREAKS: dict[str, Callable[[], None]] = {
