@@ -110,6 +110,7 @@ def largest_budget(report: Report) -> float:
     return max(row.budget_eps or 0.0 for row in report.tensors if row.kind == "grad")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("model", ["mixtral", "pangu_moe"])
 def test_flips_are_told_and_everything_else_is_near(model):
     report = pa.align(low(model, mesh=MESH))
@@ -162,6 +163,7 @@ def test_a_selection_that_is_wrong_is_seen_although_choices_are_replayed(name, c
     assert ("scores agree" in found.fix) != has_other_scores
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["weights_from_other_scores", "sent_to_the_wrong_expert"])
 def test_what_follows_from_the_choices_is_seen(name, config, references):
     report = run_broken(name, config, references)

@@ -315,6 +315,7 @@ BROKEN_RUNS = {name: (name, {"mesh": {"pp": 2}}) for name in BROKEN} | {
     "sums over ranks": ("sums", {**SHARDED, "batch": {"global_batch": 8}}),
     "nothing, ranks": ("nothing", {**SHARDED, "batch": {"global_batch": 8}}),
 }
+DAILY = {"nothing", "softmax", "sums"}
 
 
 def broken_gradients(name: str, config: RunConfig) -> dict[str, Tensor]:
@@ -326,7 +327,10 @@ def broken_gradients(name: str, config: RunConfig) -> dict[str, Tensor]:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("case", BROKEN_RUNS)
+@pytest.mark.parametrize(
+    "case",
+    [c if c in DAILY else pytest.param(c, marks=pytest.mark.long) for c in BROKEN_RUNS],
+)
 def test_a_run_with_another_policy_is_seen(case):
     name, sections = BROKEN_RUNS[case]
     config = low("all", **sections)

@@ -54,7 +54,11 @@ def _damage(kind: str, path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "said"),
-    [("missing", "cannot be read"), ("short", "bytes instead of"), ("flipped", "has changed")],
+    [
+        ("missing", "cannot be read"),
+        pytest.param("short", "bytes instead of", marks=pytest.mark.long),
+        ("flipped", "has changed"),
+    ],
 )
 def test_a_damaged_file_is_named(tmp_path, kind, said):
     mesh = {"dp_shard": 2}

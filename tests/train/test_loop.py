@@ -70,7 +70,11 @@ def test_a_run_in_two_parts_is_bitwise_the_run_in_one(tmp_path):
     ]
 
 
-@pytest.mark.parametrize("mesh", [{"tp": 2}, {"cp": 2, "pp": 2}, {}], ids=str)
+@pytest.mark.parametrize(
+    "mesh",
+    [{"tp": 2}, pytest.param({"cp": 2, "pp": 2}, marks=pytest.mark.long), {}],
+    ids=str,
+)
 def test_another_mesh_goes_on_with_the_same_bits(tmp_path, mesh):
     model = {"tie_embeddings": True}
     before = training_config(
