@@ -78,7 +78,7 @@ def expert_traffic(
         row = 2 * (2 * call.token_bytes + call.weights_bytes) + INDEX_BYTES * call.top_k
         rows_bytes += rows * row + sent(COUNT_BYTES * ep, ep)
     yield Traffic(
-        what="tokens to experts",
+        what="to experts",
         collective="all-to-all",
         axis=str(Axis.EP),
         calls=8 * m * len(calls) if ep > 1 else 0,
