@@ -14,6 +14,7 @@ from paralign.errors import (
     RankTimeout,
     ScheduleError,
     TraceError,
+    TrainingError,
 )
 
 ALL = [
@@ -32,6 +33,7 @@ EXPECTED = {
     DataError: (ValueError, 2),
     TraceError: (ValueError, 2),
     AlignError: (AssertionError, 1),
+    TrainingError: (RuntimeError, 3),
     RankError: (RuntimeError, 3),
     RankTimeout: (RuntimeError, 3),
 }
