@@ -279,8 +279,8 @@ def test_the_suggested_numbers_are_the_nearest_legal_ones(name):
 def without_rules(fn, *args):
     """Run ``fn`` as if the support table allowed everything."""
     with (
-        mock.patch("paralign.parallelize.problems", lambda plan: []),
-        mock.patch("paralign.parallelize.resolve_reshard", lambda p: p.reshard_after_forward),
+        mock.patch("paralign.planning.problems", lambda plan: []),
+        mock.patch("paralign.planning.resolve_reshard", lambda p: p.reshard_after_forward),
         # It would notice a gradient that is None.
         mock.patch.object(Program, "_reduction_problems", lambda program: []),
     ):

@@ -42,6 +42,7 @@ def test_every_legal_cell_is_judged_and_the_others_say_why(config):
     assert done.exit_status == 0
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 def test_experts_are_judged_on_every_degree_of_ep(config):
     experts = {"name": "llama", "preset": "mixtral_tiny", "num_layers": 1}
