@@ -92,7 +92,7 @@ def _exchange(
     Latency rules small messages, copies rule large ones: a tensor that travels alone need not be
     packed, and its collective is under way while the next one is prepared.
     """
-    num_bytes = sum(x.numel() * x.element_size() for x in tensors)
+    num_bytes = sum(x.nbytes for x in tensors)
     batches = [tensors] if travel_together(num_bytes) else [[x] for x in tensors]
     started = [_Exchange(batch, split_dim, concat_dim, group) for batch in batches]
     for exchange in started:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -127,3 +128,13 @@ class Blueprint(ABC):
         if len(shape) < 2:
             return Init.constant(1.0)
         return Init.normal(std=0.02)
+
+
+def matches_name(name: str, pattern: str) -> bool:
+    """Whether a pattern of a blueprint means the module ``name``.
+
+    It is compared part by part, so that ``*`` stands for one part of a name, or a piece of one:
+    ``layers.*.attention`` is the attention of every layer.
+    """
+    parts, patterns = name.split("."), pattern.split(".")
+    return len(parts) == len(patterns) and all(map(fnmatchcase, parts, patterns))

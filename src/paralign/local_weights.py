@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -43,15 +43,14 @@ def local_of(tensor: Tensor) -> Tensor:
 
 
 @contextmanager
-def local_parameters(
-    module: nn.Module, *, rows: tuple[int, int] | None = None, without: str | None = None
+def parameters_seen_as(
+    module: nn.Module, see: Callable[[str, nn.Parameter], Tensor | None]
 ) -> Iterator[None]:
-    """Let ``module`` see plain local tensors where it holds DTensors, with gradients.
+    """Let ``module``, and everything below it, see other tensors in place of its parameters.
 
     Args:
-        module: Itself and everything below it.
-        rows: Start and length of the rows to see of each parameter; None: all.
-        without: Leaf name of a parameter to hide.
+        module: What computes inside the block.
+        see: Leaf name and parameter -> what is seen of it; None hides it.
     """
     held = [
         (owner, leaf, parameter)
@@ -61,11 +60,29 @@ def local_parameters(
     ]
     try:
         for owner, leaf, parameter in held:
-            local = local_of(parameter)
-            seen = local if rows is None else local.narrow(0, *rows)
             # A plain tensor is not what the dict is declared to hold, but what forward reads.
-            owner._parameters[leaf] = None if leaf == without else seen  # type: ignore[assignment]
+            owner._parameters[leaf] = see(leaf, parameter)  # type: ignore[assignment]
         yield
     finally:
         for owner, leaf, parameter in held:
             owner._parameters[leaf] = parameter
+
+
+def local_parameters(
+    module: nn.Module, *, rows: tuple[int, int] | None = None, without: str | None = None
+) -> AbstractContextManager[None]:
+    """Let ``module`` see plain local tensors where it holds DTensors, with gradients.
+
+    Args:
+        module: Itself and everything below it.
+        rows: Start and length of the rows to see of each parameter; None: all.
+        without: Leaf name of a parameter to hide.
+    """
+
+    def see(leaf: str, parameter: nn.Parameter) -> Tensor | None:
+        if leaf == without:
+            return None
+        local = local_of(parameter)
+        return local if rows is None else local.narrow(0, *rows)
+
+    return parameters_seen_as(module, see)

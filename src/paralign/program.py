@@ -231,6 +231,12 @@ class Program:
         update_biases(self._routers.values(), sum_over_tokens=sum_over_tokens)
         self._moves_seen = None
 
+    def forget_routers(self) -> None:
+        """Forget what routers have counted since the last update: of a step that is left out."""
+        for router in self._routers.values():
+            router.tally.take_counts()
+        self._moves_seen = None
+
     def clip_grad_norm_(self, max_norm: float, *, norm: Tensor | None = None) -> Tensor:
         """Scale all gradients so that their global norm is at most ``max_norm``.
 

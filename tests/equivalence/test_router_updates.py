@@ -104,3 +104,24 @@ def test_a_forgotten_update_is_noticed():
             "experts would never be balanced. Call program.update_routers() between program.step "
             "and optimizer.step()."
         )
+
+
+def leave_out(config: RunConfig) -> tuple[bool, bool]:
+    program = build_program(config, numerics("float64", config))
+    before = {name: value.clone() for name, value in named_biases(program.modules).items()}
+
+    def is_unchanged() -> bool:
+        now = named_biases(program.modules)
+        return all(torch.equal(now[name], value) for name, value in before.items())
+
+    program.step(program.shard(BATCHES[0]))
+    program.forget_routers()
+    program.update_routers()
+    left_out = is_unchanged()
+    program.step(program.shard(BATCHES[1]))
+    program.update_routers()
+    return left_out, is_unchanged()
+
+
+def test_a_step_that_is_left_out_moves_no_bias():
+    assert run_on_ranks(leave_out, 4, config_of()) == [(True, False)] * 4

@@ -44,6 +44,11 @@ def made() -> tuple[Weighted, Tensor, Tensor, Tensor]:
     return model, x, torch.rand(2, 8, dtype=torch.float64), grad
 
 
+def distance(ours: Tensor, theirs: Tensor) -> float:
+    """Return the relative Frobenius error."""
+    return float((ours - theirs).norm() / theirs.norm())
+
+
 def _own_tokens(sequence_parallel: bool) -> None:
     n = dist.get_world_size()
     mesh = init_device_mesh("cpu", (n,), mesh_dim_names=("tp",))
@@ -67,13 +72,13 @@ def _own_tokens(sequence_parallel: bool) -> None:
     assert torch.equal(out, cut(whole.detach()))
     out.backward(cut(grad))
     assert expected[0] is not None and mine.grad is not None
-    assert torch.allclose(mine.grad, cut(expected[0]), rtol=10 * EPS)
+    assert distance(mine.grad, cut(expected[0])) <= 10 * EPS
     for parameter, right in zip((model.scale.weight, model.scale.bias), expected[1:], strict=True):
         assert isinstance(parameter.grad, DTensor)
         total = parameter.grad.to_local().clone()
-        assert right is not None and not torch.allclose(total, right)
+        assert right is not None and distance(total, right) > 0.01
         dist.all_reduce(total)
-        assert torch.allclose(total, right, rtol=100 * EPS)
+        assert distance(total, right) <= 10 * EPS
 
 
 @pytest.mark.ranks

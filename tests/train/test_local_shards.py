@@ -123,6 +123,11 @@ def _refusals() -> list[str]:
     with on_local_shards():
         assert float((torch.ones(3) @ torch.ones(3)).sqrt()) == pytest.approx(3**0.5)
         doubled = rows * 2
+        into = torch.empty_like(rows)
+        assert torch.add(rows, rows, out=into) is into
+    assert isinstance(into, DTensor)
+    assert torch.equal(into.full_tensor(), 2 * whole)
+    assert torch.equal(rows.full_tensor(), whole)
     assert isinstance(doubled, DTensor)
     assert doubled.placements == rows.placements
     return texts

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rich.text import Text
 
@@ -23,9 +23,6 @@ from paralign.config.run import RunConfig
 from paralign.errors import ConfigError
 from paralign.launch import current_world, join_world, run_ranks, start_fork_server
 from paralign.requirements import require_torch
-
-if TYPE_CHECKING:
-    from paralign.train.loop import Ended
 
 
 def train(
@@ -78,9 +75,8 @@ def check_trainable(config: RunConfig) -> None:
     folder = Path(config.train.dir)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / ".writable"
-        probe.touch()
-        probe.unlink()
+        with tempfile.TemporaryFile(dir=folder):
+            pass
     except OSError as error:
         problems.append(
             f"train.dir={config.train.dir!r} cannot be written: {error.strerror}. Give a folder "
@@ -90,12 +86,12 @@ def check_trainable(config: RunConfig) -> None:
         raise ConfigError.from_problems("cannot train", problems)
 
 
-def _train_locally(config: RunConfig, timeout: float, say: Callable[[str], None]) -> Ended:
+def _train_locally(config: RunConfig, timeout: float, say: Callable[[str], None]) -> None:
     from paralign.train.loop import run_local_rank
     from paralign.train.stop import STOP_SIGNALS
 
     degrees = config.mesh.degrees
-    ends: list[Ended] = run_ranks(
+    run_ranks(
         run_local_rank,
         degrees.world_size,
         config,
@@ -105,7 +101,6 @@ def _train_locally(config: RunConfig, timeout: float, say: Callable[[str], None]
         on_event=lambda rank, text: say(str(text)),
         forward=STOP_SIGNALS,
     )
-    return ends[0]
 
 
 def _say(text: str) -> None:

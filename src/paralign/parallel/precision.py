@@ -19,14 +19,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from paralign.blueprint import Blueprint
+from paralign.blueprint import Blueprint, matches_name
+from paralign.local_weights import parameters_seen_as
 from paralign.parallel.data import PARTS, Precision
 
 Forward = Callable[..., Any]
@@ -75,7 +74,7 @@ def _stream_problems(model: nn.Module, blueprint: Blueprint) -> Iterator[str]:
                 "as input (readers: norms)"
             )
         for pattern in patterns:
-            if not any(_matches(name, pattern) for name in names):
+            if not any(matches_name(name, pattern) for name in names):
                 yield f"residual=float32: {field} has {pattern!r}, which matches no module"
 
 
@@ -99,16 +98,16 @@ def apply_precision(root: nn.Module, blueprint: Blueprint, precision: Precision)
         if precision.logits is not None and name == blueprint.head_name:
             _wrap(module, _wide_module(module, module.forward, None))
         if precision.residual is not None:
-            if any(_matches(name, pattern) for pattern in blueprint.stream_readers):
+            if any(matches_name(name, pattern) for pattern in blueprint.stream_readers):
                 _wrap(module, _wide_module(module, module.forward, compute))
-            if any(_matches(name, pattern) for pattern in blueprint.stream_sources):
+            if any(matches_name(name, pattern) for pattern in blueprint.stream_sources):
                 # A hook: what tensor parallelism sends for the module stays in the compute dtype.
                 module.register_forward_hook(_widen_output)
 
 
 def _is_core(name: str, blueprint: Blueprint) -> bool:
     return any(
-        _matches(name, f"{blueprint.layers_name}.*.{core}") for core in blueprint.attention()
+        matches_name(name, f"{blueprint.layers_name}.*.{core}") for core in blueprint.attention()
     )
 
 
@@ -137,30 +136,12 @@ def _wide_module(module: nn.Module, forward: Forward, result: torch.dtype | None
 
     @functools.wraps(forward)
     def wide(x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        with _wide_parameters(module):
+        # Their gradients arrive in the parameters' own dtype.
+        with parameters_seen_as(module, lambda leaf, parameter: parameter.float()):
             out = forward(x.float(), *args, **kwargs)
         return out if result is None else out.to(result)
 
     return wide
-
-
-@contextmanager
-def _wide_parameters(module: nn.Module) -> Iterator[None]:
-    """Let ``module`` see its parameters in float32; their gradients arrive in their own dtype."""
-    held = [
-        (owner, leaf, parameter)
-        for owner in module.modules()
-        for leaf, parameter in owner._parameters.items()
-        if parameter is not None
-    ]
-    try:
-        for owner, leaf, parameter in held:
-            # A plain tensor is not what the dict is declared to hold, but what forward reads.
-            owner._parameters[leaf] = parameter.float()  # type: ignore[assignment]
-        yield
-    finally:
-        for owner, leaf, parameter in held:
-            owner._parameters[leaf] = parameter
 
 
 def _widened(x: Any) -> Any:
@@ -169,12 +150,6 @@ def _widened(x: Any) -> Any:
 
 def _is_floating(x: Any) -> bool:
     return isinstance(x, Tensor) and x.is_floating_point()
-
-
-def _matches(name: str, pattern: str) -> bool:
-    """Compare part by part, so that ``*`` stands for one part of a name."""
-    parts, patterns = name.split("."), pattern.split(".")
-    return len(parts) == len(patterns) and all(map(fnmatchcase, parts, patterns))
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
-from fnmatch import fnmatchcase
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from paralign.blueprint import matches_name
 from paralign.errors import LayoutError
 from paralign.parallel.tensor_base import TensorParallel, TensorStyle
 from paralign.parallel.tensor_overlap import Handoff
@@ -52,10 +52,10 @@ def tensor_problems(
     problems = [
         f"tensor_parallel() has {pattern!r}, which matches no module. {_near(pattern, names)}"
         for pattern in plan
-        if not any(_matches(name, pattern) for name in names)
+        if not any(matches_name(name, pattern) for name in names)
     ]
     for name in names:
-        if len(found := [p for p in plan if _matches(name, p)]) > 1:
+        if len(found := [p for p in plan if matches_name(name, p)]) > 1:
             problems.append(f"{name} has two styles, of {found[0]!r} and {found[1]!r}. Keep one")
     if problems:
         return problems
@@ -128,7 +128,7 @@ def styles_of(
     found = {
         name: plan[pattern]
         for name, _ in root.named_modules()
-        if (pattern := next((p for p in plan if _matches(name, p)), None)) is not None
+        if (pattern := next((p for p in plan if matches_name(name, p)), None)) is not None
     }
     columns = [name for name, style in found.items() if isinstance(style, ColumnParallel)]
     own = [name for name, style in found.items() if isinstance(style, OwnTokens)]
@@ -206,12 +206,6 @@ def _coverage_problems(
 
 def _is_inside(name: str, modules: Iterable[str]) -> bool:
     return any(name.startswith(f"{module}.") for module in modules)
-
-
-def _matches(name: str, pattern: str) -> bool:
-    """Compare part by part, so that ``*`` stands for one part of a name."""
-    parts, patterns = name.split("."), pattern.split(".")
-    return len(parts) == len(patterns) and all(map(fnmatchcase, parts, patterns))
 
 
 def _near(pattern: str, names: Iterable[str]) -> str:

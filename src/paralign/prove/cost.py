@@ -9,26 +9,22 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import groupby
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from paralign.all_to_all import travel_together
 from paralign.blueprint import Blueprint
 from paralign.config.run import RunConfig
 from paralign.declaration import ParameterDeclaration
 from paralign.mesh import Axis, Degrees
-from paralign.parallel.context import ContextParallel
-from paralign.parallel.context_rules import inner_degree, kv_repeats
 from paralign.parallel.data import ROOT_UNIT
 from paralign.parallel.precision import apply_precision
 from paralign.parallel.stage import boundary_tensors, meta_copy
 from paralign.parallel.stages import split_layers
 from paralign.parallel.support import Plan
 from paralign.prove.cost_activations import stage_activations, waiting
+from paralign.prove.cost_context import CoreWatch, context_traffic
 from paralign.prove.cost_experts import ExpertWatch, expert_traffic
 from paralign.prove.cost_tensor import StreamWatch, tensor_traffic
 from paralign.prove.traffic import BYTES, Traffic, all_reduced, sent
@@ -120,7 +116,13 @@ def estimate(
             *_data_traffic(mine, plan, degrees),
             *_pipeline_traffic(stages, shapes, plan),
             *_tied_traffic(pp_rank, declared, degrees),
-            *_context_traffic(stages, shapes, config, plan),
+            *context_traffic(
+                shapes.cores,
+                config=config,
+                plan=plan,
+                num_layers=sum(len(shapes.splits[stage]) for stage in stages),
+                stream_parts=shapes.stream_parts,
+            ),
             *tensor_traffic(
                 [piece for stage in stages for piece in shapes.pieces[stage]],
                 shapes.stream,
@@ -297,16 +299,6 @@ def _partial_traffic(
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Core:
-    """One call of an attention core, on one micro-batch and slice of the sequence."""
-
-    query_bytes: int
-    kv_bytes: int
-    output_bytes: int
-    num_kv_heads: int
-
-
 class _Shapes:
     """Shapes of one micro-batch, found on the meta device."""
 
@@ -316,7 +308,6 @@ class _Shapes:
         assert plan.num_layers is not None
         degrees = config.mesh.degrees
         self.splits = split_layers(plan.num_layers, plan.num_stages, plan.layers_per_stage)
-        self.cores: list[_Core] = []  # of the first layer
         skeleton = meta_copy(model, getattr(torch, plan.compute_dtype))
         options = build_tensor(config)
         self.stream_parts = degrees.tp if options.sequence_parallel else 1
@@ -331,9 +322,7 @@ class _Shapes:
         self.pieces = layers  # of every stage
         self.experts = ExpertWatch(skeleton, blueprint, [n for names in layers for n in names])
         first = skeleton.get_submodule(f"{blueprint.layers_name}.0")
-        for name, style in blueprint.attention().items():
-            watch = partial(self._watch, style)
-            first.get_submodule(name).register_forward_pre_hook(watch, with_kwargs=True)
+        self.cores = CoreWatch(first, blueprint)
         self.boundaries = boundary_tensors(
             skeleton,
             blueprint,
@@ -345,31 +334,13 @@ class _Shapes:
             stream_dtype=precision.residual,
         )
 
-    def _watch(
-        self, style: ContextParallel, core: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
-        q, k, v = style.signature_of(core).read(args, kwargs).qkv
-        output = q.new_empty((*q.shape[:-1], v.shape[-1]))
-        self.cores.append(
-            _Core(
-                query_bytes=_num_bytes(q),
-                kv_bytes=_num_bytes(k, v),
-                output_bytes=_num_bytes(output),
-                num_kv_heads=k.shape[style.head_dim],
-            )
-        )
-
-
-def _num_bytes(*tensors: Tensor) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
 
 def _pipeline_traffic(stages: Sequence[int], shapes: _Shapes, plan: Plan) -> Iterator[Traffic]:
     here = set(stages)
     outward = [s for s in stages if s + 1 < plan.num_stages and s + 1 not in here]
     inward = [s for s in stages if s > 0 and s - 1 not in here]
-    total = sum(_num_bytes(shapes.boundaries[s][1]) for s in outward)
-    total += sum(_num_bytes(shapes.boundaries[s][0]) for s in inward)
+    total = sum(shapes.boundaries[s][1].nbytes for s in outward)
+    total += sum(shapes.boundaries[s][0].nbytes for s in inward)
     m = plan.num_microbatches
     yield Traffic(
         what="activations",  # and their gradients
@@ -378,40 +349,3 @@ def _pipeline_traffic(stages: Sequence[int], shapes: _Shapes, plan: Plan) -> Ite
         calls=m * (len(outward) + len(inward)),
         num_bytes=m * total,
     )
-
-
-def _context_traffic(
-    stages: Sequence[int], shapes: _Shapes, config: RunConfig, plan: Plan
-) -> Iterator[Traffic]:
-    cp = config.mesh.cp
-    times = plan.num_microbatches * sum(len(shapes.splits[stage]) for stage in stages)
-    inner = inner_degree(cp, config.context.ulysses_degree)
-    outer = cp // inner
-    tp, stream_parts = config.mesh.tp, shapes.stream_parts
-    for core in shapes.cores:
-        # The skeleton's core has all heads of a rank's stream; a rank's has the heads that tp has
-        # left, of all tokens that it shares with the others of tp.
-        heads = max(1, core.num_kv_heads // tp)
-        kv_bytes = core.kv_bytes // core.num_kv_heads * heads * stream_parts
-        # Heads of k and v are repeated until they split over the ranks that heads are split over.
-        kv_bytes *= kv_repeats(heads, inner)
-        query_bytes, output_bytes = (
-            n * stream_parts // tp for n in (core.query_bytes, core.output_bytes)
-        )
-        num_bytes = query_bytes + kv_bytes
-        yield Traffic(
-            what="q, k, v, output",
-            collective="all-to-all",
-            axis=str(Axis.CP),
-            calls=2 * times * (2 if travel_together(num_bytes) else 4),
-            num_bytes=2 * times * sent(num_bytes + output_bytes, inner),
-        )
-        gathered = kv_bytes * outer
-        for what, collective in (("keys, values", "all-gather"), ("their grads", "reduce-scatter")):
-            yield Traffic(
-                what=what,
-                collective=collective,
-                axis=str(Axis.CP),
-                calls=times,
-                num_bytes=times * sent(gathered, outer),
-            )

@@ -112,7 +112,7 @@ def stage_activations(
                 if plan.loss_chunks == 1:
                     token_cross_entropy_sum(logits, batch["labels"])
                 else:  # logits of a chunk and their gradient
-                    again += 2 * _num_bytes(logits) // plan.loss_chunks
+                    again += 2 * logits.nbytes // plan.loss_chunks
         found.append((ledger.num_bytes, again))
     return found
 
@@ -228,7 +228,7 @@ class _Watch:
             self._ledger.add(4 * math.prod(q.shape[:-1]))
             heads = max(1, k.shape[style.head_dim] // tp)
             more = kv_repeats(heads, inner) * (cp // inner) - 1
-            self._ledger.add(more * _num_bytes(k, v))
+            self._ledger.add(more * (k.nbytes + v.nbytes))
             return out
 
         return call
@@ -242,7 +242,7 @@ class _Watch:
 
     def _enter(self, _: nn.Module, args: tuple[Any, ...]) -> None:
         if self._options.sequence_parallel:  # the gathered input is kept in place of a part
-            self._ledger.add((self._config.mesh.tp - 1) * _num_bytes(args[0]))
+            self._ledger.add((self._config.mesh.tp - 1) * args[0].nbytes)
         else:
             self._ledger.hold(args[0])
             self._ledger.share = self._config.mesh.tp
@@ -285,10 +285,6 @@ def _tensors(values: Iterable[Any]) -> list[Tensor]:
 
 def _like(x: Tensor) -> Tensor:
     return torch.empty_like(x, requires_grad=True)
-
-
-def _num_bytes(*tensors: Tensor) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
 def _address(tensor: Tensor) -> int:

@@ -84,7 +84,7 @@ def _crossing(name: str, style: TensorStyle, x: Tensor) -> Crossing:
     return Crossing(
         module=name,
         kind=style.crossing,
-        num_bytes=x.numel() * x.element_size(),
+        num_bytes=x.nbytes,
         num_tokens=x.shape[style.seq_dim],
         in_chunks=style.in_chunks,
     )

@@ -21,21 +21,22 @@ import re
 import shutil
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import (
-    HuggingFaceStorageReader,
     HuggingFaceStorageWriter,
 )
-from torch.distributed.checkpoint.state_dict_loader import load as load_shards
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
 from paralign.errors import TrainingError
 
@@ -66,7 +67,7 @@ class Checkpoint:
             found = state["format"]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise TrainingError(
-                _damaged(self.path, f"{STATE_FILE} cannot be read: {error}")
+                damaged(self.path, f"{STATE_FILE} cannot be read: {error}")
             ) from None
         if found != FORMAT:
             raise TrainingError(
@@ -121,8 +122,7 @@ class Checkpoints:
         if dist.get_rank() == 0:
             self._remove_partial()
         dist.barrier(group=self._group)
-        files = {n: 2 if n.startswith(OPTIMIZER) else 1 for n in tensors}
-        writer = _Writer(self._folder, step, files, {**state, "step": step}, keep=self._keep)
+        writer = _Writer(self._folder, step, {**state, "step": step}, keep=self._keep)
         arguments: dict[str, Any] = {"storage_writer": writer, "process_group": self._group}
         if self._is_async:
             self._writing = step, async_save(dict(tensors), **arguments)
@@ -149,7 +149,7 @@ class Checkpoints:
 
     def _not_written(self, step: int, error: CheckpointException) -> TrainingError:
         reasons = sorted(
-            {f"rank {rank}: {_reason(failure)}" for rank, failure in error.failures.items()}
+            {f"rank {rank}: {reason(failure)}" for rank, failure in error.failures.items()}
         )
         older = find_checkpoints(self._folder)
         kept = f"the last complete one is {older[-1].path}" if older else "there is none before it"
@@ -165,86 +165,58 @@ class Checkpoints:
         self._folder.mkdir(parents=True, exist_ok=True)
 
 
-def load(checkpoint: Checkpoint, tensors: Mapping[str, Tensor]) -> None:
-    """Fill this rank's ``tensors`` in place from a checkpoint of any mesh.
+@dataclass(frozen=True)
+class _Checked(WriteResult):
+    """A result of a rank's write that brings the sizes and checksums of its files along."""
 
-    Comm:
-        The plan, as when saving; each rank reads what it needs from disk.
-
-    Raises:
-        TrainingError: A file is missing, truncated or changed, or a tensor is not in it.
-    """
-    verify(checkpoint)
-    reader = HuggingFaceStorageReader(str(checkpoint.path))
-    problems = _differences(reader, tensors)
-    everyone: list[list[str]] = [[]] * dist.get_world_size()
-    dist.all_gather_object(everyone, problems)
-    if found := sorted({problem for one in everyone for problem in one}):
-        raise TrainingError("\n".join([f"{checkpoint.path} is not of this model:", *found]))
-    load_shards(dict(tensors), storage_reader=reader)
-
-
-def verify(checkpoint: Checkpoint) -> None:
-    """Compare every file with the size and checksum it was written with; ranks share the files.
-
-    Raises:
-        TrainingError: One is missing or differs; every rank raises.
-    """
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    listed = sorted(checkpoint.state()["files"].items())
-    problems = []
-    for name, (size, checksum) in listed[rank::world_size]:
-        path = checkpoint.path / name
-        try:
-            if path.stat().st_size != size:
-                problems.append(f"{name} has {path.stat().st_size} bytes instead of {size}")
-            elif _checksum(path) != checksum:
-                problems.append(f"{name} has changed since it was written")
-        except OSError as error:
-            problems.append(f"{name} cannot be read: {_reason(error)}")
-    everyone: list[list[str]] = [[]] * world_size
-    dist.all_gather_object(everyone, problems)
-    if found := [problem for one in everyone for problem in one]:
-        raise TrainingError(_damaged(checkpoint.path, "; ".join(found)))
+    files: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
 
 class _Writer(HuggingFaceStorageWriter):
     """Writes into a folder that gets its final name when every rank has written its files."""
 
-    def __init__(
-        self, folder: Path, step: int, files: dict[str, int], state: dict[str, Any], *, keep: int
-    ) -> None:
+    def __init__(self, folder: Path, step: int, state: Mapping[str, Any], *, keep: int) -> None:
         self._final = folder / f"step-{step:08d}"
-        self._partial = folder / f".step-{step:08d}.partial"
+        self._partial = folder / f".{self._final.name}.partial"
         self._folder, self._state, self._keep = folder, state, keep
-        super().__init__(str(self._partial), fqn_to_index_mapping=files, save_distributed=True)
+        super().__init__(str(self._partial), save_distributed=True)
 
-    def prepare_global_plan(self, plans: list[Any]) -> list[Any]:
-        """Give every rank its own files; the map of names to files is its own as well."""
-        mine = self.fqn_to_index_mapping
-        self.fqn_to_index_mapping = {
-            item.index.fqn: 2 if item.index.fqn.startswith(OPTIMIZER) else 1
-            for plan in plans
-            for item in plan.items
-        }
-        try:
-            return super().prepare_global_plan(plans)
-        finally:
-            self.fqn_to_index_mapping = mine
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Give every rank two files of its own: one for weights, one for the optimizer's."""
+        return [
+            replace(
+                plan,
+                storage_data={
+                    "shard_index": number,
+                    "fqn_to_index_mapping": {
+                        item.index.fqn: 2 if item.index.fqn.startswith(OPTIMIZER) else 1
+                        for item in plan.items
+                    },
+                },
+            )
+            for number, plan in enumerate(plans, 1)
+        ]
 
-    def finish(self, metadata: Any, results: Any) -> None:
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's files, and take their checksums where they have been written."""
+        results = super().write_data(plan, planner).wait()
+        names = sorted({result.storage_data.relative_path for result in results})
+        files = {name: seal_of(self._partial / name) for name in names}
+        checked: Future[list[WriteResult]] = Future()
+        checked.set_result([_Checked(**vars(result), files=files) for result in results])
+        return checked
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Make the checkpoint complete. Runs on one rank, after all others have written."""
-        files = {
-            path.name: [path.stat().st_size, _checksum(path)]
-            for path in sorted(self._partial.glob("*.safetensors"))
-        }
+        files: dict[str, tuple[int, int]] = {}
+        for result in (one for rank in results for one in rank):
+            assert isinstance(result, _Checked)  # made by write_data
+            files.update(result.files)
         state = {"format": FORMAT, "torch": torch.__version__, **self._state, "files": files}
         with (self._partial / STATE_FILE).open("w", encoding="utf-8") as file:
             json.dump(state, file, indent=1)
             file.flush()
             os.fsync(file.fileno())
-        if self._final.exists():  # saved again after a restart from an older one
-            self._final.rename(self._folder / f".{self._final.name}.old.partial")
         self._partial.rename(self._final)
         _sync_folder(self._folder)
         for old in find_checkpoints(self._folder)[: -self._keep]:
@@ -253,29 +225,13 @@ class _Writer(HuggingFaceStorageWriter):
             shutil.rmtree(doomed, ignore_errors=True)
 
 
-def _differences(reader: HuggingFaceStorageReader, tensors: Mapping[str, Tensor]) -> list[str]:
-    try:
-        saved = reader.read_metadata().state_dict_metadata
-    except (OSError, SafetensorError, ValueError, KeyError) as error:
-        return [f"  - its files cannot be read: {_reason(error)}"]
-    problems = []
-    for name, tensor in tensors.items():
-        there = saved.get(name)
-        if there is None:
-            problems.append(f"  - {name} is not in it")
-        elif tuple(there.size) != tuple(tensor.shape):  # type: ignore[union-attr]
-            problems.append(
-                f"  - {name} has the shape {list(tensor.shape)} here and {list(there.size)} there"  # type: ignore[union-attr]
-            )
-    return problems
-
-
-def _checksum(path: Path) -> int:
-    value = 0
+def seal_of(path: Path) -> tuple[int, int]:
+    """Return the size and the CRC-32 of a file, by which a later change is seen."""
+    checksum = 0
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK):
-            value = zlib.crc32(chunk, value)
-    return value
+            checksum = zlib.crc32(chunk, checksum)
+        return file.tell(), checksum
 
 
 def _sync_folder(folder: Path) -> None:
@@ -286,12 +242,14 @@ def _sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _reason(error: Any) -> str:
+def reason(error: Any) -> str:
+    """Return what an exception says, without its class; also where the engine wraps it."""
     inner = error[0] if isinstance(error, tuple) else error
     return str(getattr(inner, "strerror", None) or inner or type(inner).__name__)
 
 
-def _damaged(path: Path, what: str) -> str:
+def damaged(path: Path, what: str) -> str:
+    """Return the message about a checkpoint that is not as it was written."""
     return (
         f"{path} is damaged: {what}. Remove that folder to go on from the checkpoint before it, or "
         "restore the files."

@@ -79,10 +79,12 @@ class _LocalShards(TorchDispatchMode):
         rows = [_row(func, args, kwargs, index) for index in range(length)]
         out = func(*map(_local, args), **{name: _local(value) for name, value in kwargs.items()})
         if func._schema.is_mutable:
-            if out is None:  # a list: only single tensors have their changes counted by the engine
-                torch.autograd.graph.increment_version(_written(func, args))
-                return None
-            return args[0]
+            written = _written(func, args, kwargs)
+            if out is not None:
+                return written[0]
+            # A list: the engine counts the changes of single tensors only.
+            torch.autograd.graph.increment_version(written)
+            return None
         if isinstance(out, (list, tuple)):
             return type(out)(_like(one, row) for one, row in zip(out, rows, strict=True))
         return _like(out, rows[0])
@@ -142,11 +144,12 @@ def _row(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], index: int) -
     return first
 
 
-def _written(func: Any, args: tuple[Any, ...]) -> list[Tensor]:
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     found: list[Any] = []
-    for argument, value in zip(func._schema.arguments, args, strict=False):
+    for number, argument in enumerate(func._schema.arguments):
+        value = args[number] if number < len(args) else kwargs.get(argument.name)
         if argument.alias_info is not None and argument.alias_info.is_write:
-            found += value if _is_list(value) else [value]
+            found.extend(value if isinstance(value, (list, tuple)) else [value])
     return [value for value in found if isinstance(value, DTensor)]
 
 

@@ -19,7 +19,8 @@ from paralign.launch import report_event
 from paralign.mesh import degrees_of
 from paralign.program import Program
 from paralign.train.build import build_data, build_program, training_numerics
-from paralign.train.checkpoint import Checkpoint, Checkpoints, find_checkpoints, load
+from paralign.train.checkpoint import Checkpoint, Checkpoints, find_checkpoints
+from paralign.train.checkpoint_load import load
 from paralign.train.local_shards import on_local_shards
 from paralign.train.metrics import Metrics, MetricsFile
 from paralign.train.optimizer import build_optimizer
@@ -53,6 +54,16 @@ class Ended:
     step: int
     is_complete: bool
     loss: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Step:
+    """What one optimizer step says of itself; see :class:`paralign.train.metrics.Metrics`."""
+
+    loss: float
+    loss_parts: dict[str, float]
+    norm: float
+    lr: float
 
 
 def run_training(config: RunConfig, say: Say) -> Ended:
@@ -110,17 +121,17 @@ class TrainingRun:
     def train(self, request: StopRequest) -> Ended:
         """Make the steps that are left."""
         section = self._config.train
-        loss: float | None = None
-        began, tokens_then = time.perf_counter(), self._step
+        done: _Step | None = None
+        began, step_then = time.perf_counter(), self._step
         is_asked = False
         with _garbage_by_hand(section.collect_garbage_every) as collect:
             while self._step < section.steps and not is_asked:
-                loss, norm, lr = self._train_step()
+                done = self._train_step()
                 collect(self._step)
                 if self._step % section.log_every == 0 or self._step == section.steps:
                     elapsed = time.perf_counter() - began
-                    self._log(loss, norm, lr, (self._step - tokens_then) / elapsed)
-                    began, tokens_then = time.perf_counter(), self._step
+                    self._log(done, (self._step - step_then) / elapsed)
+                    began, step_then = time.perf_counter(), self._step
                 is_asked = request.agreed(self._program.device)
                 if section.save_every and self._step % section.save_every == 0:
                     self._save()
@@ -130,9 +141,9 @@ class TrainingRun:
         is_complete = self._step >= section.steps
         if not is_complete:
             self._say(f"asked to stop: step {self._step} is saved, the same command goes on there")
-        return Ended(self._step, is_complete, loss)
+        return Ended(self._step, is_complete, None if done is None else done.loss)
 
-    def _train_step(self) -> tuple[float, float, float]:
+    def _train_step(self) -> _Step:
         program, train = self._program, self._config.train
         lr = self._config.optimizer.lr * self._schedule.factor(self._step)
         for group in self._optimizer.param_groups:
@@ -160,11 +171,11 @@ class TrainingRun:
                 self._optimizer.step()
         else:
             self._handle_non_finite(float(norm))
+            program.forget_routers()
         self._optimizer.zero_grad()
         self._step += 1
         self._num_tokens += num_tokens
-        self._parts = parts
-        return loss, float(norm), lr
+        return _Step(loss=loss, loss_parts=parts, norm=float(norm), lr=lr)
 
     def _handle_non_finite(self, norm: float) -> None:
         """Name the first bad gradient on every rank that has one; stop or go on."""
@@ -185,15 +196,12 @@ class TrainingRun:
             )
         self._say(f"{text}\nleft out, as train.on_nonfinite=skip says")
 
-    def _log(self, loss: float, norm: float, lr: float, steps_per_s: float) -> None:
+    def _log(self, done: _Step, steps_per_s: float) -> None:
         batch = self._config.batch
         tokens = batch.global_batch * batch.seq_len * self._config.train.accumulate
         metrics = Metrics(
             step=self._step,
-            loss=loss,
-            loss_parts=self._parts,
-            norm=norm,
-            lr=lr,
+            **vars(done),
             num_tokens=self._num_tokens,
             tokens_per_s=tokens * steps_per_s,
         )
@@ -223,9 +231,10 @@ class TrainingRun:
             return
         state = checkpoint.state()
         self._check_same(checkpoint, state)
-        load(checkpoint, tensors_of(self._program, self._optimizer))
+        parts = [tensors_of(self._program, self._optimizer)]
         if self._program.tied_aliases:
-            load(checkpoint, tensors_of_copies(self._program, self._optimizer))
+            parts.append(tensors_of_copies(self._program, self._optimizer))
+        load(checkpoint, *parts)
         set_optimizer_steps(self._optimizer, state["optimizer_steps"])
         self._step, self._num_tokens = state["step"], state["num_tokens"]
         self._saved_step = self._step
