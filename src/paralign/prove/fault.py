@@ -76,6 +76,7 @@ TRAITS: Mapping[str, Callable[[RunConfig], bool]] = {
     "shared_heads": lambda config: _num_kv_heads(config) < config.mesh.tp,
     "virtual_stages": lambda config: (config.pipeline.stages_per_rank or 1) > 1,
     "experts": lambda config: bool(_of_model(config, "num_experts")),
+    "latent": lambda config: bool(_of_model(config, "kv_lora_rank")),
     "shared_expert": lambda config: bool(_of_model(config, "shared_hidden_size")),
     "normalised": lambda config: _of_model(config, "router_normalise") in ("sum", "softmax"),
     "scaled_routing": lambda config: _of_model(config, "router_scaling") not in (None, 1.0),
@@ -155,8 +156,8 @@ def fault(
     Args:
         needs: Mesh axes that must have more than one rank, and any of accumulation, padding, clip,
             steps, adamw, gathered_kv, ulysses, tied, untied, whole_head, shared_heads,
-            virtual_stages, experts, shared_expert, normalised, scaled_routing, balance_loss,
-            router_bias, recompute. A config that lacks one skips the fault.
+            virtual_stages, latent, experts, shared_expert, normalised, scaled_routing,
+            balance_loss, router_bias, recompute. A config that lacks one skips the fault.
         component: Where the fault is: data, config, weights, forward, loss, backward, reduction,
             clipping, optimizer or state.
         axes: The mesh axes that a right finding names.

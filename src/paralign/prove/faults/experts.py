@@ -17,7 +17,7 @@ from paralign.models.router import Router, named_routers, update_biases
 from paralign.prove.fault import fault
 from paralign.prove.fault_run import FaultRun
 from paralign.prove.faults.forward import after_module
-from paralign.prove.faults.pieces import local_gradients
+from paralign.prove.faults.pieces import local_gradients, only_some_partial_sums
 
 Choices = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
@@ -111,6 +111,12 @@ def routed_experts_are_scaled_twice(run: FaultRun) -> None:
 
 
 @fault(needs={"experts"}, component="forward", cause="different_config")
+def routing_weights_are_applied_twice(run: FaultRun) -> None:
+    """The dispatcher weighs what experts return, and the combination does so again."""
+    _change_choices(run, lambda indices, weights: (indices, weights * weights))
+
+
+@fault(needs={"experts"}, component="forward", cause="different_config")
 def one_config_object_is_shared_by_two_models(run: FaultRun) -> None:
     """Another model that was built from the same config object has lowered its ``top_k``."""
     for router in _routers(run):
@@ -134,6 +140,12 @@ def routers_compute_in_bfloat16(run: FaultRun) -> None:
         return right(self, selected.bfloat16().to(selected.dtype))
 
     run.patch(Router, "_weigh", weigh)
+
+
+@fault(needs={"experts", "tp"}, component="reduction", axes={"tp"}, cause="missing_reduction")
+def routers_are_not_summed_over_tp(run: FaultRun) -> None:
+    """Routers see only a rank's part of the sequence, and their gradients stay that part's."""
+    only_some_partial_sums(run, lambda name: ".router." not in name)
 
 
 @fault(needs={"ep"}, component="reduction", axes={"ep"}, cause="constant_factor")

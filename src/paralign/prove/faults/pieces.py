@@ -26,6 +26,13 @@ def local_gradients(
             yield name, local(parameter.grad)
 
 
+def only_some_partial_sums(run: FaultRun, chosen: Callable[[str], bool]) -> None:
+    """Let only the chosen parameters' gradients be summed over tp after a step."""
+    names = {id(parameter): name for name, parameter in run.parameters.items()}
+    kept = [p for p in run.program._partial_over_tp if chosen(names[id(p)])]
+    run.patch(run.program, "_partial_over_tp", kept)
+
+
 def is_norm(name: str) -> bool:
     """Whether a parameter is the weight of a norm."""
     return name.endswith("norm.weight")

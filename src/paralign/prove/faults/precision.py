@@ -12,6 +12,7 @@ import paralign.parallel.data
 from paralign.prove.fault import fault
 from paralign.prove.fault_run import FaultRun
 from paralign.prove.faults.forward import after_module, cores
+from paralign.prove.faults.pieces import local
 
 
 def _narrow(x: Tensor) -> Tensor:
@@ -45,3 +46,25 @@ def gradients_are_reduced_in_bfloat16(run: FaultRun) -> None:
 
     run.patch(paralign.parallel.data, "MixedPrecisionPolicy", policy)
     run.rebuild()
+
+
+@fault(needs={"accumulation"}, component="backward", cause="precision")
+def gradients_are_accumulated_in_bfloat16(run: FaultRun) -> None:
+    """A rank adds up the gradients of its micro-batches in a bfloat16 buffer."""
+    known: set[int] = set()
+
+    def round_sum(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        held = local(parameter.grad)
+        held.copy_(_narrow(held))
+
+    # Inside forward a module has its gathered weights, to which micro-batches add their gradients.
+    def enter(module: nn.Module, args: tuple[Any, ...]) -> None:
+        for parameter in module.parameters(recurse=False):
+            if parameter.is_leaf and parameter.requires_grad and id(parameter) not in known:
+                known.add(id(parameter))
+                parameter.register_post_accumulate_grad_hook(round_sum)
+
+    for root in run.modules:
+        for module in root.modules():
+            module.register_forward_pre_hook(enter)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,14 +12,14 @@ from torch import Tensor, nn
 import paralign.loss
 import paralign.program
 from paralign.batch import LocalBatch
-from paralign.collectives import all_gather_dim
+from paralign.collectives import all_gather_dim, reduce_scatter_dim
 from paralign.local_weights import local_parameters
 from paralign.parallel.tensor_base import Region
 from paralign.parallel.tensor_styles import ColumnParallel
 from paralign.parallel.tensor_weights import is_replicated, sum_partial_gradients
 from paralign.prove.fault import fault
 from paralign.prove.fault_run import FaultRun
-from paralign.prove.faults.pieces import is_norm, local
+from paralign.prove.faults.pieces import is_norm, local, only_some_partial_sums
 
 SEQUENCE = 1  # the dim of the stream [B, S, H] that tp cuts
 
@@ -32,23 +31,16 @@ def _named(run: FaultRun, end: str) -> list[nn.Module]:
     ]
 
 
-def _only_some_partial_sums(run: FaultRun, chosen: Callable[[str], bool]) -> None:
-    """Let only the chosen parameters' gradients be summed over tp after a step."""
-    names = {id(parameter): name for name, parameter in run.parameters.items()}
-    kept = [p for p in run.program._partial_over_tp if chosen(names[id(p)])]
-    run.patch(run.program, "_partial_over_tp", kept)
-
-
 @fault(needs={"tp"}, component="reduction", axes={"tp"}, cause="missing_reduction")
 def norms_are_not_summed_over_tp(run: FaultRun) -> None:
     """Norm weights see only a rank's part of the sequence, and their gradients stay that part's."""
-    _only_some_partial_sums(run, lambda name: not is_norm(name))
+    only_some_partial_sums(run, lambda name: not is_norm(name))
 
 
 @fault(needs={"tp", "shared_heads"}, component="reduction", axes={"tp"}, cause="missing_reduction")
 def shared_key_heads_are_not_summed_over_tp(run: FaultRun) -> None:
     """Ranks that share a key head keep the gradient of their own query heads."""
-    _only_some_partial_sums(run, lambda name: "attention.w" not in name)
+    only_some_partial_sums(run, lambda name: "attention.w" not in name)
 
 
 @fault(needs={"tp"}, component="reduction", axes={"tp"}, cause="constant_factor")
@@ -122,6 +114,25 @@ def gradients_into_the_stream_are_not_summed_over_tp(run: FaultRun) -> None:
         return whole
 
     run.patch(Region, "enter", enter)
+
+
+@fault(needs={"tp", "latent"}, component="backward", axes={"tp"}, cause="double_reduction")
+def rotary_key_gradients_are_summed_twice(run: FaultRun) -> None:
+    """What all heads give to the shared rotary key is summed over tp by two layers of code."""
+    group = run.mesh["tp"].get_group()
+
+    def again(key: nn.Module, args: tuple[Tensor, ...]) -> None:
+        if args[0].requires_grad:
+            args[0].register_hook(lambda grad: _sum_of_equals(grad, group))
+
+    for key in _named(run, "rotary_key"):
+        key.register_forward_pre_hook(again)
+
+
+def _sum_of_equals(grad: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Gather slices that are sums already, and sum what every rank now holds whole once more."""
+    whole = all_gather_dim(grad, dim=SEQUENCE, group=group)
+    return reduce_scatter_dim(whole, dim=SEQUENCE, group=group)
 
 
 @fault(needs={"tp"}, component="forward", axes={"tp"}, cause="permuted_shards")
