@@ -29,8 +29,6 @@ from tests.equivalence.table import CASES_PER_WORLD, chosen_cases, run
 CASES = list(legal_cases())
 COVER = cover([c for c in CASES if max(c.degrees) < 8 and c.num_microbatches < 8])
 MESHES = sorted({case.mesh for case in COVER}, reverse=True)
-# Every second mesh of the cover runs daily, the others with the long tests.
-DAILY = [m if i % 2 == 0 else pytest.param(m, marks=pytest.mark.long) for i, m in enumerate(MESHES)]
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 PARTS = [name for name in RECOMPUTE if name != "none"]
 
@@ -114,7 +112,7 @@ def test_every_pair_of_choices_is_in_the_cover_unless_it_cannot_be(is_larger):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("mesh", DAILY, ids=lambda mesh: "x".join(map(str, mesh)))
+@pytest.mark.parametrize("mesh", MESHES, ids=lambda mesh: "x".join(map(str, mesh)))
 def test_every_case_is_the_run_of_one_device(mesh):
     assert failures([case for case in COVER if case.mesh == mesh]) == []
 

@@ -55,12 +55,12 @@ Row = tuple[dict[str, int], str, int, dict[str, Any]]
 RUNS: list[Row] = [
     ({**MESH, "ep": 4}, "1F1B", 4, {"align": {"steps": 2}}),
     ({**MESH, "ep": 2}, "ZBVZeroBubble", 4, {"fsdp": {"wrap": "root"}}),
-    (MESH, "GPipe", 1, GATHER),
     ({**MESH, "ep": 2}, "Interleaved1F1B", 4, BALANCED),
-    (MESH, "1F1B", 4, {"align": {"steps": 2}}),
-    ({**MESH, "ep": 4}, "GPipe", 1, {}),
 ]
 LONG: list[Row] = [
+    (MESH, "GPipe", 1, GATHER),
+    (MESH, "1F1B", 4, {"align": {"steps": 2}}),
+    ({**MESH, "ep": 4}, "GPipe", 1, {}),
     ({"pp": 2, "dp_replicate": 2, "cp": 2, "ep": 2}, "LoopedBFS", 4, {}),
     ({"dp_replicate": 2, "dp_shard": 2, "cp": 2, "ep": 2}, "1F1B", 1, {"align": {"steps": 3}}),
     ({"pp": 4, "dp_shard": 2, "ep": 2}, "InterleavedZeroBubble", 4, {"model": {"num_layers": 8}}),

@@ -262,7 +262,7 @@ def on_and_off(mesh_degrees: dict[str, int], model: dict[str, Any], parts: Seque
     ("degrees", "model"),
     [
         ({"pp": 2, "dp_shard": 2}, {}),
-        ({"pp": 2, "tp": 2}, {}),
+        pytest.param({"pp": 2, "tp": 2}, {}, marks=pytest.mark.long),
         ({"pp": 2, "dp_shard": 2, "ep": 2}, {"name": "pangu_moe", "preset": "tiny"}),
         pytest.param({"pp": 2, "cp": 2}, dict(PANGU), marks=pytest.mark.long),
     ],
@@ -316,7 +316,9 @@ def counts_of_routers(parts: str | Sequence[str]) -> dict[str, list[int]]:
     return {name: count.tolist() for name, count in counts.items() if count is not None}
 
 
-@pytest.mark.parametrize("parts", ["block", ("ffn", "*_norm")], ids=str)
+@pytest.mark.parametrize(
+    "parts", [("ffn", "*_norm"), pytest.param("block", marks=pytest.mark.long)], ids=str
+)
 def test_routers_count_a_token_once(parts):
     expected = run_on_ranks(counts_of_routers, 2, "none")
     assert [sum(map(sum, counts.values())) > 0 for counts in expected] == [True, True]

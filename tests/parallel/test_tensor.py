@@ -162,24 +162,27 @@ TIED = {**LLAMA, "tie_embeddings": True}
 CASES: dict[str, list[dict[str, Any]]] = {
     "tp4": [
         {},
-        {"model": PANGU, "tensor": OFF, "pipeline": pipe("GPipe", 1)},
         {"model": PANGU, "tensor": CHUNKS},
     ],
     "pp dp_shard tp": [
-        {"model": TIED, "pipeline": pipe("ZBVZeroBubble", 4)},
         {"model": PANGU, "pipeline": pipe("GPipe", 1), "fsdp": {"wrap": "first_block"}},
-        {"pipeline": pipe("ZBVZeroBubble", 4), "tensor": CHUNKS},
-        {"pipeline": pipe("ZBVZeroBubble", 4), "tensor": OFF},
+        {"model": TIED, "pipeline": pipe("ZBVZeroBubble", 4), "tensor": CHUNKS},
+    ],
+}
+MORE_CASES: dict[str, list[dict[str, Any]]] = {
+    "tp2": [{"model": PANGU}, {"model": TIED, "tensor": OFF, "pipeline": pipe("GPipe", 1)}],
+    "tp4": [
+        {"tensor": OFF},
+        {"model": PANGU, "tensor": OFF, "pipeline": pipe("GPipe", 1)},
+        {"model": PANGU, "pipeline": pipe("DualPipeV", 4)},
     ],
     "dp_shard cp tp": [
         {"pipeline": pipe("GPipe", 1), "context": {"ulysses_degree": 1, "load_balance": True}},
         {"model": PANGU, "pipeline": pipe("1F1B", 4)},
     ],
-}
-MORE_CASES: dict[str, list[dict[str, Any]]] = {
-    "tp2": [{"model": PANGU}, {"model": TIED, "tensor": OFF, "pipeline": pipe("GPipe", 1)}],
-    "tp4": [{"tensor": OFF}, {"model": PANGU, "pipeline": pipe("DualPipeV", 4)}],
     "pp dp_shard tp": [
+        {"model": TIED, "pipeline": pipe("ZBVZeroBubble", 4)},
+        {"pipeline": pipe("ZBVZeroBubble", 4), "tensor": OFF},
         {"model": PANGU, "pipeline": pipe("Interleaved1F1B", 4), "tensor": OFF},
         {"model": TIED, "pipeline": pipe("1F1B", 2), "fsdp": {"wrap": "root"}},
         {

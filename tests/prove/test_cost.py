@@ -238,7 +238,7 @@ def named(counts: Counts, config: RunConfig) -> Counts:
 
 
 # Every kind of traffic is in one of these; the others mix them.
-DAILY = {"pp dp_shard cp", "cp", "cp tp", "pp dp_replicate", "one rank", "dp_shard tp ep"}
+DAILY = {"pp dp_shard cp", "cp tp", "one rank", "dp_shard tp ep"}
 
 
 @pytest.mark.ranks
