@@ -39,7 +39,7 @@ AXES = [
     {"context", "context_"},
     {"tensor", "tensor_"},
     {"data", "precision"},
-    {"pipeline", "stage", "stages", "support", "tied", "gradients", "loss_chunks"},
+    {"pipeline", "relay", "stage", "stages", "support", "tied", "gradients", "loss_chunks"},
 ]
 
 # The only files that import private modules of torch, and what for.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
 
 import torch
@@ -20,7 +21,7 @@ from paralign.models.router import (
     take_balance_loss,
     update_biases,
 )
-from paralign.parallel.data import ReductionCounter
+from paralign.parallel.data import ReductionCounter, free_gathered
 from paralign.parallel.gradients import give_back, take_gradients
 from paralign.parallel.pipeline import PipelineRuntime
 from paralign.parallel.stage import Stage
@@ -183,18 +184,7 @@ class Program:
             AlignError: A unit was not reduced exactly once, a parameter got no gradient, or the
                 optimizer has stepped without :meth:`update_routers`.
         """
-        if not isinstance(batch, LocalBatch):
-            raise DataError(
-                f"batch is a {type(batch).__name__}; step needs this rank's share of the global "
-                "batch. Use program.step(program.shard(global_batch))."
-            )
-        if num_tokens is not None and num_tokens < 1:
-            raise DataError(
-                f"num_tokens={num_tokens} must be at least 1: token losses are divided by it. Pass "
-                "the sum of num_global_tokens over the batches whose gradients are added."
-            )
-        if not self._runtime.knows(batch.tensors["tokens"].shape):
-            self._check_shapes(batch)
+        self._check_batch(batch, num_tokens)
         self._check_routers_updated()
         copies = [self._copies(pair) for pair in self._pairs]
         tied = [parameter for pair in copies for parameter in pair if parameter is not None]
@@ -211,7 +201,43 @@ class Program:
         give_back(earlier)
         if self._has_router_biases:
             self._moves_seen = self._num_moves()
-        return self._global_loss(loss, batch, self._reduction_problems())
+        balance = take_balance_loss(self._routers.values())
+        total, extra = self._global_loss(loss, batch, self._reduction_problems(), balance)
+        self._loss_parts = {"cross_entropy": total, "balance": extra}
+        return torch.tensor(total + extra, dtype=torch.float64)
+
+    def evaluate(self, batch: LocalBatch, *, num_tokens: int | None = None) -> Tensor:
+        """Return the cross entropy of a global batch, without gradients, and change nothing.
+
+        Modules are in evaluation mode meanwhile. Routers count nothing, gradients and what FSDP
+        keeps of them stay as they are, and so does every random state, unless the model draws
+        random numbers in evaluation mode.
+
+        Comm:
+            What the forward pass of :meth:`step` does, and one all-reduce of six numbers.
+
+        Args:
+            batch: What :meth:`shard` returned.
+            num_tokens: As for :meth:`step`: sums over several batches, each divided by the count of
+                all of them, are the loss of all.
+
+        Returns:
+            A float64 scalar, equal on every rank.
+
+        Raises:
+            DataError: As :meth:`step`.
+        """
+        self._check_batch(batch, num_tokens)
+        with _evaluation_mode(self._stages.values()):
+            loss = self._runtime.evaluate(
+                batch.tensors,
+                seq_len=batch.seq_len,
+                normaliser=float(batch.num_global_tokens if num_tokens is None else num_tokens),
+            )
+        for stage in self._stages.values():
+            free_gathered(stage)
+        total, _ = self._global_loss(loss, batch)
+        return torch.tensor(total, dtype=torch.float64)
 
     def update_routers(self) -> None:
         """Move every router's bias by what all steps since the last call have counted.
@@ -296,6 +322,20 @@ class Program:
 
         return copy(pair.stages[0], pair.canonical), copy(pair.stages[1], pair.alias)
 
+    def _check_batch(self, batch: LocalBatch, num_tokens: int | None) -> None:
+        if not isinstance(batch, LocalBatch):
+            raise DataError(
+                f"batch is a {type(batch).__name__}; step needs this rank's share of the global "
+                "batch. Use program.step(program.shard(global_batch))."
+            )
+        if num_tokens is not None and num_tokens < 1:
+            raise DataError(
+                f"num_tokens={num_tokens} must be at least 1: token losses are divided by it. Pass "
+                "the sum of num_global_tokens over the batches whose gradients are added."
+            )
+        if not self._runtime.knows(batch.tensors["tokens"].shape):
+            self._check_shapes(batch)
+
     def _check_shapes(self, batch: LocalBatch) -> None:
         """Compare shapes before ranks send each other tensors: unlike ones abort or hang."""
         mine = (batch.seq_len, *batch.tensors["tokens"].shape)
@@ -330,8 +370,16 @@ class Program:
         return problems
 
     def _global_loss(
-        self, local_loss: Tensor | None, batch: LocalBatch, problems: Sequence[str]
-    ) -> Tensor:
+        self,
+        local_loss: Tensor | None,
+        batch: LocalBatch,
+        problems: Sequence[str] = (),
+        balance: Tensor | None = None,
+    ) -> tuple[float, float]:
+        """Add up what the ranks have of the loss and of what routers add to it.
+
+        Raises on every rank where one has a problem, or the batches differ.
+        """
         fingerprint = float(batch.fingerprint)
         shared = torch.zeros(6, dtype=torch.float64, device=self._device)
         shared[2], shared[3], shared[4] = fingerprint, fingerprint**2, len(problems)
@@ -339,7 +387,6 @@ class Program:
         if local_loss is not None and self._tp_mesh.get_local_rank() == 0:
             shared[0] = local_loss
             shared[1] = batch.num_local_tokens
-        balance = take_balance_loss(self._routers.values())
         if balance is not None:
             shared[5] = balance
         dist.all_reduce(shared)
@@ -357,8 +404,7 @@ class Program:
                 f"the ranks hold {int(num_tokens)} valid tokens of {batch.num_global_tokens} in "
                 "the global batch. Pass step what program.shard returned, unchanged."
             )
-        self._loss_parts = {"cross_entropy": loss, "balance": extra}
-        return torch.tensor(loss + extra, dtype=torch.float64)
+        return loss, extra
 
     def _raise_not_final(self, problems: Sequence[str]) -> None:
         """Raise on every rank, also where all is well, so that none waits for the others."""
@@ -379,3 +425,16 @@ class Program:
             "others. Read the same global batch on every rank (one sampler seed, no rank offset); "
             "program.shard cuts it."
         )
+
+
+@contextmanager
+def _evaluation_mode(stages: Iterable[nn.Module]) -> Iterator[None]:
+    """Put modules into evaluation mode, and back into the mode that each of them had."""
+    was_training = [(module, module.training) for stage in stages for module in stage.modules()]
+    for module, _ in was_training:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module, mode in was_training:
+            module.training = mode

@@ -31,7 +31,7 @@ KEYS = [
         text=GOOD + "data: {zzz: 1}\n",
         value="data.zzz:",
         rule="there is no such key",
-        fix="data has source, tokenizer, padding. Remove it",
+        fix="data has source, tokenizer, end_token, packing, token_dir, padding. Remove it",
     ),
     wrong_set(
         "unknown_hyper_parameter",

@@ -5,7 +5,8 @@ from collections import Counter
 import pytest
 import torch
 
-from paralign.data.source import IGNORED, NUM_BYTES, TokenSource
+from paralign.data.corpus import Corpus
+from paralign.data.source import IGNORED, NUM_BYTES, TokenSource, byte_source
 from paralign.errors import DataError
 from paralign.loss import IGNORE_INDEX
 
@@ -24,7 +25,7 @@ def test_ignored_is_what_the_loss_ignores():
 
 
 def test_a_batch_has_the_promised_form():
-    batch = TokenSource("stdlib", global_batch=4, seq_len=32).global_batch(0)
+    batch = byte_source("stdlib", global_batch=4, seq_len=32).global_batch(0)
     assert set(batch) == {"tokens", "labels"}
     for value in batch.values():
         assert value.shape == (4, 32)
@@ -36,7 +37,7 @@ def test_a_batch_has_the_promised_form():
 
 def test_batches_depend_on_source_seed_and_step_only():
     def batch(seed: int, step: int, padding: float = 0.3) -> dict[str, torch.Tensor]:
-        made = TokenSource("stdlib", global_batch=4, seq_len=32, seed=seed, padding=padding)
+        made = byte_source("stdlib", global_batch=4, seq_len=32, seed=seed, padding=padding)
         return made.global_batch(step)
 
     for key in ("tokens", "labels"):
@@ -49,7 +50,7 @@ def test_rows_cover_the_text_once_and_labels_are_the_next_byte(tmp_path):
     # 10 and 8 bytes in rows of 4: the last byte of a file is a label only.
     (tmp_path / "a").write_bytes(bytes(range(10, 20)))
     (tmp_path / "b").write_bytes(bytes(range(30, 38)))
-    source = TokenSource(str(tmp_path), global_batch=1, seq_len=4)
+    source = byte_source(str(tmp_path), global_batch=1, seq_len=4)
     assert source.num_rows == 5
     assert sorted(rows_of(source, 5)) == [
         ([10, 11, 12, 13], [11, 12, 13, 14]),
@@ -62,7 +63,7 @@ def test_rows_cover_the_text_once_and_labels_are_the_next_byte(tmp_path):
 
 def test_a_file_that_ends_with_its_row_has_no_row_without_a_label(tmp_path):
     (tmp_path / "a").write_bytes(bytes(range(9)))
-    source = TokenSource(str(tmp_path / "a"), global_batch=1, seq_len=4)
+    source = byte_source(str(tmp_path / "a"), global_batch=1, seq_len=4)
     assert sorted(rows_of(source, 2)) == [
         ([0, 1, 2, 3], [1, 2, 3, 4]),
         ([4, 5, 6, 7], [5, 6, 7, 8]),
@@ -72,7 +73,7 @@ def test_a_file_that_ends_with_its_row_has_no_row_without_a_label(tmp_path):
 @pytest.mark.parametrize("num_bytes", [2, 3, 48, 64, 65, 97])
 def test_every_epoch_serves_every_row_once_in_another_order(num_bytes, tmp_path):
     (tmp_path / "a").write_bytes(bytes(range(num_bytes)))
-    source = TokenSource(str(tmp_path / "a"), global_batch=1, seq_len=2)
+    source = byte_source(str(tmp_path / "a"), global_batch=1, seq_len=2)
     epochs = []
     for epoch in range(3):
         steps = range(epoch * source.num_rows, (epoch + 1) * source.num_rows)
@@ -84,8 +85,8 @@ def test_every_epoch_serves_every_row_once_in_another_order(num_bytes, tmp_path)
 
 
 def test_padding_masks_uneven_tails():
-    source = TokenSource("stdlib", global_batch=16, seq_len=64, padding=0.5)
-    plain = TokenSource("stdlib", global_batch=16, seq_len=64)
+    source = byte_source("stdlib", global_batch=16, seq_len=64, padding=0.5)
+    plain = byte_source("stdlib", global_batch=16, seq_len=64)
     padded, whole = source.global_batch(0), plain.global_batch(0)
     tails = []
     for row in range(16):
@@ -103,7 +104,7 @@ def test_padding_masks_uneven_tails():
 def test_every_row_keeps_a_label_however_short_it_is_and_large_the_padding(tmp_path):
     for length in range(2, 40):
         (tmp_path / f"{length:02}").write_bytes(bytes(length))
-    source = TokenSource(str(tmp_path), global_batch=16, seq_len=8, padding=0.99)
+    source = byte_source(str(tmp_path), global_batch=16, seq_len=8, padding=0.99)
     for step in range(8):
         labels = source.global_batch(step)["labels"]
         assert int((labels != IGNORED).sum(dim=1).min()) >= 1
@@ -111,30 +112,30 @@ def test_every_row_keeps_a_label_however_short_it_is_and_large_the_padding(tmp_p
 
 def test_only_the_rows_that_are_served_are_read(tmp_path, monkeypatch):
     (tmp_path / "a").write_bytes(bytes(200) * 1000)
-    source = TokenSource(str(tmp_path / "a"), global_batch=2, seq_len=8)
+    source = byte_source(str(tmp_path / "a"), global_batch=2, seq_len=8)
     read: list[int] = []
-    original = type(source.corpus).read
+    original = Corpus.read
 
     def count(corpus, index, start, num_bytes):
         read.append(num_bytes)
         return original(corpus, index, start, num_bytes)
 
-    monkeypatch.setattr(type(source.corpus), "read", count)
+    monkeypatch.setattr(Corpus, "read", count)
     source.global_batch(5)
     assert read == [9, 9]
 
 
 def test_too_short_text_names_what_it_makes(tmp_path):
     (tmp_path / "a").write_text("x" * 17)
-    TokenSource(str(tmp_path / "a"), global_batch=2, seq_len=8)
+    byte_source(str(tmp_path / "a"), global_batch=2, seq_len=8)
     with pytest.raises(
         DataError, match=r"holds 17 bytes in 1 file, which makes 2 rows of seq_len=8"
     ):
-        TokenSource(str(tmp_path / "a"), global_batch=3, seq_len=8)
+        byte_source(str(tmp_path / "a"), global_batch=3, seq_len=8)
 
 
 def test_all_wrong_arguments_are_listed():
     with pytest.raises(DataError) as caught:
-        TokenSource("stdlib", global_batch=0, seq_len=-1, padding=float("nan"))
+        byte_source("stdlib", global_batch=0, seq_len=-1, padding=float("nan"))
     for text in ("global_batch=0", "seq_len=-1", "padding=nan"):
         assert text in str(caught.value)

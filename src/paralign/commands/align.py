@@ -21,7 +21,7 @@ from paralign.commands.options import (
     parse_seconds,
 )
 from paralign.commands.report import check_outputs, deliver
-from paralign.commands.terminal import progress
+from paralign.commands.terminal import progress, reading
 from paralign.launch.torchrun import current_world
 
 if TYPE_CHECKING:
@@ -72,7 +72,10 @@ def align(
     started = current_world()
     check_outputs(json=json, junit=junit, html=html)
     from paralign.prove.run import align as run_both  # imports torch: only for a sound config
+    from paralign.train.data import prepare_data
 
+    with reading(quiet=quiet, what="tokens") as report_bytes:
+        prepare_data(run, report=report_bytes, verify=started is None or started.rank == 0)
     with progress(quiet=quiet or (started is not None and started.rank != 0)) as say:
         report: Report = run_both(run, trace=trace, timeout=seconds, progress=say)
     if started is not None and started.rank != 0:

@@ -6,9 +6,18 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 from rich.console import Console, RenderableType
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 from rich.text import Text
 
 _PIPE_WIDTH = 140
@@ -78,3 +87,38 @@ def progress(*, quiet: bool) -> Iterator[Callable[[str], None]]:
         return
     with console.status("starting") as status:
         yield lambda text: status.update(Text(text))  # names in it are not markup
+
+
+@contextmanager
+def reading(*, quiet: bool, what: str) -> Iterator[Callable[[int, int], None]]:
+    """Show how much of a long text has been read, on stderr and only on a terminal.
+
+    Args:
+        quiet: Show nothing.
+        what: What is being made of it.
+
+    Yields:
+        A function that is told how many bytes of how many have been read.
+    """
+    console = Console(stderr=True)
+    if quiet or not console.is_terminal:
+        yield lambda done, total: None
+        return
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    with ExitStack() as stack:
+        shown: list[tuple[Progress, TaskID]] = []  # from the first report on: there may be none
+
+        def show(done: int, total: int) -> None:
+            if not shown:
+                bar = stack.enter_context(Progress(*columns, console=console, transient=True))
+                shown.append((bar, bar.add_task(what, total=total)))
+            [(bar, task)] = shown
+            bar.update(task, completed=done, total=total)
+
+        yield show

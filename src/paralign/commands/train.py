@@ -17,7 +17,7 @@ from paralign.commands.options import (
     check_not_both,
     parse_seconds,
 )
-from paralign.commands.terminal import print_result
+from paralign.commands.terminal import print_result, reading
 from paralign.config.load import load_config
 from paralign.config.run import RunConfig
 from paralign.errors import ConfigError
@@ -50,6 +50,7 @@ def train(
     if world is None:
         start_fork_server("paralign.train.loop")
     require_torch(feature="paralign train")
+    _prepare(run, quiet=quiet, verify=world is None or world.rank == 0)
     if world is None:
         _train_locally(run, seconds, say)
     else:
@@ -58,6 +59,14 @@ def train(
 
             run_training(run, say)
     return 0
+
+
+def _prepare(config: RunConfig, *, quiet: bool, verify: bool) -> None:
+    """Make token files before ranks start, or before they join, when waiting has no time limit."""
+    from paralign.train.data import prepare_data
+
+    with reading(quiet=quiet, what="tokens") as report:
+        prepare_data(config, report=report, verify=verify)
 
 
 def check_trainable(config: RunConfig) -> None:

@@ -11,13 +11,19 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
+from paralign.config.data_rules import (
+    packing_problems,
+    tokenizer_problems,
+    validation_problems,
+)
 from paralign.config.fitting import fitting_meshes
 from paralign.config.model_choice import ModelChoice, choose_model
 from paralign.config.references import read_signature
 from paralign.config.run import RunConfig
 from paralign.config.training_rules import optimizer_problems, schedule_problems
 from paralign.data.corpus import Corpus, find_corpus
-from paralign.data.source import NUM_BYTES, check_length
+from paralign.data.source import check_length
+from paralign.data.tokenizer import BYTES
 from paralign.errors import ConfigError, DataError, MeshError, ScheduleError
 from paralign.mesh import Degrees, divisors
 from paralign.models.registry import MODELS
@@ -288,12 +294,15 @@ def _sound_sizes(facts: Facts) -> ModelChoice:
 
 
 def _vocabulary(facts: Facts) -> Iterator[str]:
-    vocab_size = facts.model.size("vocab_size")
-    if vocab_size is not None and 0 < vocab_size < NUM_BYTES:
-        yield (
-            f"model.vocab_size={vocab_size} is smaller than the {NUM_BYTES} tokens of "
-            f"data.tokenizer=bytes. Use vocab_size={NUM_BYTES} or more."
-        )
+    yield from tokenizer_problems(facts.config.data, facts.model.size("vocab_size"))
+
+
+def _packing(facts: Facts) -> Iterator[str]:
+    yield from packing_problems(facts.config)
+
+
+def _validation(facts: Facts) -> Iterator[str]:
+    yield from validation_problems(facts.config.validation)
 
 
 def _source(facts: Facts) -> Iterator[str]:
@@ -302,11 +311,19 @@ def _source(facts: Facts) -> Iterator[str]:
 
 
 def _source_length(facts: Facts) -> Iterator[str]:
-    batch, corpus = facts.config.batch, facts.corpus
+    config, corpus = facts.config, facts.corpus
     if isinstance(corpus, DataError):
         return  # said by the rule above
+    if config.data.tokenizer != BYTES or config.data.packing != "none":
+        return  # how many tokens there are is known when they have been made
+    holds_out = config.validation.every > 0 and config.validation.source is None
     try:
-        check_length(corpus, seq_len=batch.seq_len, num_rows=batch.global_batch)
+        check_length(
+            corpus,
+            seq_len=config.batch.seq_len,
+            num_rows=config.batch.global_batch,
+            held_out=config.validation.share if holds_out else None,
+        )
     except DataError as error:
         yield str(error)
 
@@ -364,9 +381,11 @@ RULES = (
     ),
     Rule(needs=("tensor",), check=_overlap),
     Rule(needs=("model", "mesh", "batch.seq_len"), check=_model_sizes),
-    Rule(needs=("model", "data.tokenizer"), check=_vocabulary),
+    Rule(needs=("model", "data.tokenizer", "data.end_token"), check=_vocabulary),
     Rule(needs=("data.source",), check=_source),
-    Rule(needs=("data.source", "batch"), check=_source_length),
+    Rule(needs=("data", "batch", "validation"), check=_source_length),
+    Rule(needs=("data.packing", "batch.seq_len"), check=_packing),
+    Rule(needs=("validation",), check=_validation),
     Rule(needs=("precision",), check=_parts),
     Rule(needs=("optimizer",), check=_optimizer),
     Rule(needs=("schedule", "train"), check=_training),

@@ -23,7 +23,12 @@ from paralign.config.keys import (
     part,
     tuples,
 )
-from paralign.config.training import OptimizerSection, ScheduleSection, TrainSection
+from paralign.config.training import (
+    OptimizerSection,
+    ScheduleSection,
+    TrainSection,
+    ValidationSection,
+)
 from paralign.mesh import Degrees
 from paralign.parallel.stages import SCHEDULES
 
@@ -202,7 +207,7 @@ class LossSection(Section):
 
 
 class DataSection(Section):
-    """Where the tokens come from."""
+    """Where the tokens come from. A document is a file of the source."""
 
     source: Annotated[str, Field(min_length=1)] = key(
         "stdlib",
@@ -210,8 +215,32 @@ class DataSection(Section):
         expects="stdlib, or the path of a text file or folder",
         example="stdlib",
     )
-    tokenizer: Literal["bytes"] = key(
-        "bytes", "one token a byte, 256 in all", expects="bytes", example="bytes"
+    tokenizer: Annotated[str, Field(min_length=1)] = key(
+        "bytes",
+        "bytes: one token a byte, 256 in all; or the path of a tokenizers JSON file",
+        expects="bytes, or the path of a JSON file of the tokenizers library",
+        example="bytes",
+        words="bytes",
+    )
+    end_token: Annotated[str, Field(min_length=1)] | None = key(
+        None,
+        "a token of that JSON file to put behind every document; null: none",
+        expects="a token of data.tokenizer, or null",
+        example='"</s>"',
+    )
+    packing: Literal["none", "packed"] = key(
+        "none",
+        "none: each document begins a row; packed: documents one after another, without a gap",
+        expects="none or packed",
+        example="packed",
+        words="none, packed",
+    )
+    token_dir: Annotated[str, Field(min_length=1)] = key(
+        "runs/tokens",
+        "folder of token files, made once from source; all ranks must see it. Bytes without "
+        "packing need none",
+        expects="the path of a folder",
+        example="runs/tokens",
     )
     padding: Share = key(
         0.0,
@@ -279,6 +308,7 @@ class RunConfig(Section):
     optimizer: OptimizerSection = OptimizerSection()
     schedule: ScheduleSection = ScheduleSection()
     train: TrainSection = TrainSection()
+    validation: ValidationSection = ValidationSection()
     align: AlignSection = AlignSection()
     program: Annotated[str, Field(min_length=1)] | None = key(
         None,

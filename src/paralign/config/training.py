@@ -114,3 +114,29 @@ class TrainSection(Section):
     collect_garbage_every: Natural = natural(
         0, "steps between two collections of garbage, on all ranks at once; 0: as Python does", "50"
     )
+
+
+class ValidationSection(Section):
+    """Text that `paralign train` does not train on, and how often its loss is looked at."""
+
+    every: Natural = natural(
+        0, "steps between two validations, and one at the end of the run; 0: none", "100"
+    )
+    source: Annotated[str, Field(min_length=1)] | None = key(
+        None,
+        "stdlib, or the path of a text file or folder; null: the last part of data.source",
+        expects="stdlib, the path of a text file or folder, or null",
+        example="text/held_out",
+    )
+    share: Share = key(
+        0.05,
+        "share of the rows of data.source that is held out, where there is no source",
+        expects="a number of at least 0 and below 1",
+        example="0.05",
+    )
+    batches: Count | None = key(
+        None,
+        "most batches of batch.global_batch rows that are looked at; null: all",
+        expects="a whole number of at least 1, or null",
+        example="20",
+    )

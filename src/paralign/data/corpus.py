@@ -17,6 +17,9 @@ from pathlib import Path
 from paralign.errors import DataError
 
 STDLIB = "stdlib"
+_NOT_STDLIB = frozenset({"site-packages", "dist-packages", "__pycache__"})  # folders inside
+
+_Listed = tuple[str, int, int]  # relative name, bytes, time of the last change
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,9 +27,16 @@ class Corpus:
     """Files in a fixed order, without those of fewer than two bytes: nothing to predict."""
 
     name: str
+    key: str  # of the config, that names it
     root: Path
     files: tuple[str, ...]  # relative to root, posix
     num_bytes: tuple[int, ...]
+    modified: tuple[int, ...]  # nanoseconds since 1970, as the file system says
+
+    @property
+    def label(self) -> str:
+        """What messages call it."""
+        return _label(self.key, self.name)
 
     @property
     def fingerprint(self) -> str:
@@ -46,70 +56,75 @@ class Corpus:
                 file.seek(start)
                 found = file.read(count)
         except OSError as error:
-            raise DataError(_unreadable(self.name, path, error)) from None
+            raise DataError(_unreadable(self.label, path, error)) from None
         if len(found) != count:
             raise DataError(
-                f"data.source={self.name!r}: {path} has become shorter than the "
+                f"{self.label}: {path} has become shorter than the "
                 f"{self.num_bytes[index]} bytes it had when the run began. "
                 "Leave the source alone while a run reads it."
             )
         return found
 
 
-def find_corpus(source: str) -> Corpus:
+def find_corpus(source: str, *, key: str = "data.source") -> Corpus:
     """List the files of ``source``: ``stdlib``, or the path of a text file or folder.
 
     In a folder every regular file counts, at any depth; hidden ones and links to folders do not.
 
+    Args:
+        source: What the config says.
+        key: Where the config says it, for messages.
+
     Raises:
         DataError: It is missing, unreadable, no file or folder, or holds no text.
     """
+    label = _label(key, source)
     if source == STDLIB:
         root = Path(sysconfig.get_path("stdlib"))
-        listed = sorted(_walk(source, root, suffix=".py"))
+        listed = sorted(_walk(label, root, suffix=".py", skipped=_NOT_STDLIB))
     else:
-        root, listed = _list_path(source, Path(source).expanduser())
-    sized = [(name, size) for name, size in listed if size >= 2]
+        root, listed = _list_path(label, Path(source).expanduser())
+    sized = [one for one in listed if one[1] >= 2]
     if not sized:
         what = "is empty" if len(listed) == 1 else f"holds {len(listed)} files, all empty"
         raise DataError(
-            f"data.source={source!r} {what if listed else 'holds no file'}, so there is no text to "
+            f"{label} {what if listed else 'holds no file'}, so there is no text to "
             "predict. Give a text file, a folder of them, or stdlib."
         )
-    names, sizes = zip(*sized, strict=True)
-    return Corpus(name=source, root=root, files=names, num_bytes=sizes)
+    names, sizes, times = zip(*sized, strict=True)
+    return Corpus(name=source, key=key, root=root, files=names, num_bytes=sizes, modified=times)
 
 
-def _list_path(source: str, path: Path) -> tuple[Path, list[tuple[str, int]]]:
+def _list_path(label: str, path: Path) -> tuple[Path, list[_Listed]]:
     try:
         status = path.stat()
         if stat.S_ISDIR(status.st_mode):
-            return path, sorted(_walk(source, path))
+            return path, sorted(_walk(label, path))
         if not stat.S_ISREG(status.st_mode):  # before opening: a pipe would wait for a writer
             raise DataError(
-                f"data.source={source!r} is neither a file nor a folder. "
-                "Give a text file or folder, or stdlib."
+                f"{label} is neither a file nor a folder. Give a text file or folder, or stdlib."
             )
         with path.open("rb"):  # one that cannot be opened is found before a rank starts
-            return path.parent, [(path.name, status.st_size)]
+            return path.parent, [(path.name, status.st_size, status.st_mtime_ns)]
     except FileNotFoundError:
         raise DataError(
-            f"data.source={source!r}: there is no such file or folder (looked in {Path.cwd()}). "
+            f"{label}: there is no such file or folder (looked in {Path.cwd()}). "
             "Give the path of a text file or folder, or stdlib."
         ) from None
     except DataError:
         raise
     except (OSError, ValueError) as error:
-        raise DataError(_unreadable(source, path, error)) from None
+        raise DataError(_unreadable(label, path, error)) from None
 
 
-def _walk(source: str, root: Path, *, suffix: str = "") -> Iterator[tuple[str, int]]:
-    """Yield relative name and length of every file below ``root``."""
+def _walk(
+    label: str, root: Path, *, suffix: str = "", skipped: frozenset[str] = frozenset()
+) -> Iterator[_Listed]:
+    """Yield relative name, length and time of every file below ``root``."""
 
     def fail(error: OSError) -> None:
-        raise DataError(_unreadable(source, Path(error.filename), error)) from None
+        raise DataError(_unreadable(label, Path(error.filename), error)) from None
 
-    skipped = {"site-packages", "dist-packages", "__pycache__"} if source == STDLIB else set()
     for folder, subfolders, files in os.walk(root, onerror=fail):
         subfolders[:] = [d for d in subfolders if d not in skipped and not d.startswith(".")]
         here = Path(folder)
@@ -120,14 +135,18 @@ def _walk(source: str, root: Path, *, suffix: str = "") -> Iterator[tuple[str, i
             try:
                 status = (here / name).stat()
             except OSError as error:
-                raise DataError(_unreadable(source, here / name, error)) from None
+                raise DataError(_unreadable(label, here / name, error)) from None
             if stat.S_ISREG(status.st_mode):
-                yield f"{prefix}{name}", status.st_size
+                yield f"{prefix}{name}", status.st_size, status.st_mtime_ns
 
 
-def _unreadable(source: str, path: Path, error: Exception) -> str:
+def _label(key: str, source: str) -> str:
+    return f"{key}={source!r}"
+
+
+def _unreadable(label: str, path: Path, error: Exception) -> str:
     reason = (getattr(error, "strerror", None) or str(error)).lower()
     return (
-        f"data.source={source!r}: {path} cannot be read: {reason}. "
+        f"{label}: {path} cannot be read: {reason}. "
         "Make it readable, or give another text file or folder, or stdlib."
     )

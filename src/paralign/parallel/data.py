@@ -225,3 +225,13 @@ def apply_fsdp(
         shard([stage.get_submodule(name) for name in unit], "+".join(unit), owned)
     shard([stage], ROOT_UNIT, rest)
     return stage
+
+
+def free_gathered(stage: nn.Module) -> None:
+    """Free what a forward pass without a backward pass has gathered, in every unit of ``stage``.
+
+    A unit that stays gathered would compute the next forward pass with old parameters.
+    """
+    for module in stage.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,8 +22,9 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_s
 from paralign.blueprint import Blueprint
 from paralign.mesh import Axis
 from paralign.parallel.gradients import Taken, give_back, take_gradients
+from paralign.parallel.relay import run_forward
 from paralign.parallel.stage import Stage, boundary_tensors
-from paralign.parallel.stages import split_layers
+from paralign.parallel.stages import rank_of_stage, split_layers
 from paralign.parallel.support import Plan
 
 # Schedules hold receive buffers; batches come in few shapes.
@@ -120,9 +122,7 @@ class PipelineRuntime:
                 [p for stage in self._stages.values() for p in stage.parameters()]
             )
         self._normaliser = normaliser
-        for stage in self._stages.values():
-            stage.seq_len = seq_len
-            stage.normaliser = normaliser
+        self._tell(seq_len, normaliser)
 
         args = (tensors["tokens"],) if 0 in self._stages else ()
         losses: list[Tensor] | None = None
@@ -135,18 +135,54 @@ class PipelineRuntime:
         give_back(earlier)
         return None if losses is None else torch.stack([loss.detach() for loss in losses]).sum()
 
-    def _build(self, rows: int, local_seq: int) -> Any:
+    @torch.no_grad()
+    def evaluate(
+        self, tensors: Mapping[str, Tensor], *, seq_len: int, normaliser: float
+    ) -> Tensor | None:
+        """Run the forward pass of every micro-batch, without a schedule and without gradients.
+
+        A schedule of torch's would run every stage once more each time it changes between training
+        and evaluation, and clear gradients. Arguments, shapes and the result are those of
+        :meth:`step`.
+
+        Comm (per micro-batch): the forward half of what :meth:`step` sends.
+        """
+        rows, local_seq = tensors["tokens"].shape
         num_microbatches = self._plan.num_microbatches
-        boundaries = boundary_tensors(
+        self._tell(seq_len, normaliser)
+        losses = run_forward(
+            self._stages,
+            [entry for entry, _ in self._boundaries(rows, local_seq)],
+            [
+                {name: pieces[number] for name, pieces in _cut(tensors, num_microbatches).items()}
+                for number in range(num_microbatches)
+            ],
+            rank_of=partial(rank_of_stage, self._plan.kind, self._plan.pp),
+            group=self._group,
+            device=self._device,
+        )
+        return torch.stack(losses).sum() / normaliser if losses else None
+
+    def _tell(self, seq_len: int, normaliser: float) -> None:
+        for stage in self._stages.values():
+            stage.seq_len = seq_len
+            stage.normaliser = normaliser
+
+    def _boundaries(self, rows: int, local_seq: int) -> list[tuple[Tensor, Tensor]]:
+        return boundary_tensors(
             self._skeleton,
             self._blueprint,
             splits=self._splits,
-            rows=rows // num_microbatches,
+            rows=rows // self._plan.num_microbatches,
             local_seq=local_seq,
             stream_parts=self._stream_parts,
             chunks_loss=self._plan.loss_chunks > 1,
             stream_dtype=self._stream_dtype,
         )
+
+    def _build(self, rows: int, local_seq: int) -> Any:
+        num_microbatches = self._plan.num_microbatches
+        boundaries = self._boundaries(rows, local_seq)
         stages = [
             PipelineStage(
                 stage,
@@ -171,3 +207,8 @@ class PipelineRuntime:
     def _loss(self, loss_sum: Tensor, labels: Tensor) -> Tensor:
         # The one scale factor of the project. The last stage has used the labels already.
         return loss_sum / self._normaliser
+
+
+def _cut(tensors: Mapping[str, Tensor], num_pieces: int) -> dict[str, tuple[Tensor, ...]]:
+    """Cut rows into micro-batches, as torch's schedules do."""
+    return {name: torch.tensor_split(tensor, num_pieces) for name, tensor in tensors.items()}

@@ -90,11 +90,15 @@ class Stage(nn.Module):
             batch: ``tokens``, ``positions`` and ``labels``, each ``[b, S]``.
             returns: the next stage's ``x``; on the last stage the sum of token losses, a scalar, so
                 that no logits are kept until the step ends.
+
+        In evaluation mode (``stage.eval()``) the blueprint is not told ``num_tokens``.
         """
         assert self.seq_len is not None
-        # On the CPU, where reading it waits for nothing.
-        num_tokens = torch.tensor(self.normaliser, dtype=torch.float64)
-        context = self._blueprint.context({**batch, "num_tokens": num_tokens}, seq_len=self.seq_len)
+        given: dict[str, Tensor] = batch
+        if self.training:  # else routers are to count nothing
+            # On the CPU, where reading it waits for nothing.
+            given = {**batch, "num_tokens": torch.tensor(self.normaliser, dtype=torch.float64)}
+        context = self._blueprint.context(given, seq_len=self.seq_len)
         if self._is_first:
             x = self._blueprint.prologue(self, batch, context)
         else:

@@ -22,6 +22,7 @@ from paralign.parallel.tensor_base import TensorParallel
 from paralign.parallelize import Context, InitRule, parallelize
 from paralign.program import Program
 from paralign.randomness import Init, fill_
+from paralign.train.data import open_source
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,13 +163,7 @@ def _allocate(model: nn.Module) -> None:
 
 def build_data(config: RunConfig) -> TokenSource:
     """Build the source of global batches."""
-    return TokenSource(
-        config.data.source,
-        global_batch=config.batch.global_batch,
-        seq_len=config.batch.seq_len,
-        seed=config.align.seed,
-        padding=config.data.padding,
-    )
+    return open_source(config)
 
 
 def build_tensor(config: RunConfig) -> TensorParallel:

@@ -21,8 +21,9 @@ from paralign.program import Program
 from paralign.train.build import build_data, build_program, training_numerics
 from paralign.train.checkpoint import Checkpoint, Checkpoints, find_checkpoints
 from paralign.train.checkpoint_load import load
+from paralign.train.data import open_held_out
 from paralign.train.local_shards import on_local_shards
-from paralign.train.metrics import Metrics, MetricsFile
+from paralign.train.metrics import Metrics, MetricsFile, Validation
 from paralign.train.optimizer import build_optimizer
 from paralign.train.schedule import Schedule
 from paralign.train.state import (
@@ -33,6 +34,7 @@ from paralign.train.state import (
     tensors_of_copies,
 )
 from paralign.train.stop import StopRequest, stop_on_signals
+from paralign.train.validate import validate
 
 # Sections of which every key decides what is trained; the others say only how.
 _SAME = ("model", "batch", "data", "optimizer", "schedule")
@@ -97,6 +99,7 @@ class TrainingRun:
             config.optimizer, self._program.named_parameters(), fused=True
         )
         self._data = build_data(config.for_training())
+        self._held_out = open_held_out(config.for_training())
         section = config.schedule
         self._schedule = Schedule(
             name=section.name,
@@ -132,6 +135,7 @@ class TrainingRun:
                     elapsed = time.perf_counter() - began
                     self._log(done, (self._step - step_then) / elapsed)
                     began, step_then = time.perf_counter(), self._step
+                began += self._validate()
                 is_asked = request.agreed(self._program.device)
                 if section.save_every and self._step % section.save_every == 0:
                     self._save()
@@ -205,21 +209,41 @@ class TrainingRun:
             num_tokens=self._num_tokens,
             tokens_per_s=tokens * steps_per_s,
         )
+        self._report(metrics)
+
+    def _report(self, line: Metrics | Validation) -> None:
         if self._file is not None:
-            self._file.write(metrics)
-        self._say(metrics.text(self._config.train.steps))
+            self._file.write(line)
+        self._say(line.text(self._config.train.steps))
+
+    def _validate(self) -> float:
+        """Look at the held-out text if it is time to; return how many seconds that took."""
+        every, is_end = self._config.validation.every, self._step == self._config.train.steps
+        if self._held_out is None or (self._step % every and not is_end):
+            return 0.0
+        began = time.perf_counter()
+        loss, num_tokens = validate(self._program, self._held_out)
+        self._report(
+            Validation(step=self._step, validation_loss=loss, validation_tokens=num_tokens)
+        )
+        return time.perf_counter() - began
 
     def _save(self) -> None:
         state = {
             "num_tokens": self._num_tokens,
             "optimizer_steps": num_optimizer_steps(self._optimizer),
-            "corpus": self._data.corpus.fingerprint,
+            "corpus": self._data.fingerprint,
+            "rows_served": self._rows_served(),
             "config": self._config.model_dump(mode="json"),
         }
         tensors = tensors_of(self._program, self._optimizer)
         self._checkpoints.save(self._step, tensors, state)
         self._saved_step = self._step
         self._say(f"step {self._step}: saving to {self._folder / 'checkpoints'}")
+
+    def _rows_served(self) -> int:
+        """Return the position in the data: the rows that all steps so far have seen."""
+        return self._step * self._config.train.accumulate * self._config.batch.global_batch
 
     def _resume(self) -> None:
         chosen: list[Checkpoint | None] = [None]
@@ -238,6 +262,12 @@ class TrainingRun:
         set_optimizer_steps(self._optimizer, state["optimizer_steps"])
         self._step, self._num_tokens = state["step"], state["num_tokens"]
         self._saved_step = self._step
+        if state.get("rows_served", self._rows_served()) != self._rows_served():
+            raise TrainingError(
+                f"{checkpoint.path} has served {state['rows_served']} rows of data in "
+                f"{self._step} steps, which are {self._rows_served()} with this config: the data "
+                "would not go on where it ended. Use the config that wrote it."
+            )
         self._say(f"going on from {checkpoint.path}")
 
     def _check_same(self, checkpoint: Checkpoint, state: Mapping[str, Any]) -> None:
@@ -254,8 +284,11 @@ class TrainingRun:
             problems.append(
                 f"train.steps was {then} and is {now}, and the learning rate ends there"
             )
-        if state["corpus"] != self._data.corpus.fingerprint:
-            problems.append(f"the files of data.source={self._config.data.source!r} have changed")
+        if state["corpus"] != self._data.fingerprint:
+            problems.append(
+                f"the files of data.source={self._config.data.source!r} have changed, or other "
+                "rows of them are held out"
+            )
         if problems:
             fix = "Set them back to go on, or set train.dir to a new folder to start a new run"
             raise ConfigError.from_problems(

@@ -45,6 +45,28 @@ class Metrics:
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class Validation:
+    """A line about text that is held out.
+
+    Attributes:
+        step: Optimizer steps made.
+        validation_loss: Cross entropy over all valid tokens that were looked at.
+        validation_tokens: How many these are.
+    """
+
+    step: int
+    validation_loss: float
+    validation_tokens: int
+
+    def text(self, num_steps: int) -> str:
+        """Return the line for a terminal."""
+        return (
+            f"step {self.step}/{num_steps}: validation loss {self.validation_loss:.4f} over "
+            f"{self.validation_tokens:,} tokens"
+        )
+
+
 class MetricsFile:
     """The lines of a run; one rank writes them.
 
@@ -64,7 +86,7 @@ class MetricsFile:
             file.write(text)
         Path(file.name).replace(self._path)
 
-    def write(self, metrics: Metrics) -> None:
+    def write(self, metrics: Metrics | Validation) -> None:
         """Append a line.
 
         Raises:
