@@ -197,6 +197,38 @@ def test_repeated_forwards_count_once(tmp_path: Path, reentrant: bool) -> None:
         torch.testing.assert_close(total, reader.read(grad, box))
 
 
+class Viewed(nn.Module):
+    """Lets its gate compute with a view of the gate's weight, as tensor parallelism does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(3, 2, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.gate.weight
+        self.gate._parameters["weight"] = weight.view(2, 3)  # type: ignore[assignment]
+        try:
+            out: Tensor = self.gate(x)
+        finally:
+            self.gate._parameters["weight"] = weight
+        return out
+
+
+def test_a_view_of_a_watched_leaf_counts_once(tmp_path: Path) -> None:
+    model, x = Viewed(), torch.ones(4, 3, dtype=torch.float64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with record(tmp_path / "t", nn.Sequential(model), what=("grads", "microbatch_grads")):
+        model(x).sum().backward()
+        optimizer.step()
+    with TraceReader(tmp_path / "t") as reader:
+        (index,) = reader.ranks
+        (entry,) = [
+            e for e in index.tensors if (e.kind, e.name[-11:]) == ("micro_grad", "gate.weight")
+        ]
+        (box,) = boxes(entry.map)
+        assert torch.equal(reader.read(entry, box), torch.full((2, 3), 4.0, dtype=torch.float64))
+
+
 def test_recording_parts_changes_no_bit(tmp_path: Path) -> None:
     before = torch.autograd.backward, torch.autograd.grad
     models = [toy().float(), toy().float()]

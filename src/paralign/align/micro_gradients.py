@@ -115,8 +115,12 @@ class MicroGradients:
         if tensor.is_leaf:
             numbers = [n for n in numbers if (id(tensor), n) not in self._hooked]
             self._hooked.update({(id(tensor), n): tensor for n in numbers})
+        else:
+            # A view of FSDP1's flat tensor, another one in every forward; or one of a leaf that has
+            # a hook already, and then the same gradient would arrive twice.
+            leaf = _leaf_behind(tensor)
+            numbers = [n for n in numbers if (id(leaf), n) not in self._hooked]
         if numbers:
-            # Not a leaf: a view of FSDP1's flat tensor, another one in every forward.
             self._handles.append(tensor.register_hook(partial(self._arrives, numbers)))
 
     def _arrives(self, numbers: list[int], gradient: Tensor | None) -> None:
@@ -158,3 +162,12 @@ class MicroGradients:
                 setattr(torch.autograd, name, original)
 
         self._undo.append(undo)
+
+
+def _leaf_behind(view: Tensor) -> Tensor | None:
+    """Return the leaf that a tensor is a view or a copy of; None: more than one went into it."""
+    node = view.grad_fn
+    while node is not None and not hasattr(node, "variable"):
+        inputs = [behind for behind, _ in node.next_functions if behind is not None]
+        node = inputs[0] if len(inputs) == 1 else None
+    return None if node is None else node.variable
