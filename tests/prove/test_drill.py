@@ -139,34 +139,45 @@ SMALL = {
 }
 
 
-@pytest.mark.long
+EXPERTS = {**MODEL, "num_experts": 8, "expert_hidden_size": 8}
+
+
 @pytest.mark.parametrize(
     ("sections", "names"),
     [
         (
-            {"mesh": {"tp": 4}},
+            {
+                "mesh": {"dp_shard": 2, "tp": 2, "ep": 4},
+                "model": {**EXPERTS, "balance_loss": 0.02},
+            },
             [
                 "attention_output_is_not_summed_over_tp",
-                "slices_gathered_in_another_order",
-                "key_heads_are_tiled_instead_of_repeated",
                 "loss_is_averaged_over_tp",
+                "routers_are_not_summed_over_tp",
+                "one_config_object_is_shared_by_two_models",
+                "the_balance_loss_is_off",
             ],
         ),
-        (
-            {
-                "mesh": {"dp_shard": 2, "cp": 2, "ep": 4},
-                "model": {**MODEL, "num_experts": 8, "expert_hidden_size": 8},
-            },
+        pytest.param(
+            {"mesh": {"tp": 4}},
+            [
+                "slices_gathered_in_another_order",
+                "key_heads_are_tiled_instead_of_repeated",
+            ],
+            marks=pytest.mark.long,
+        ),
+        pytest.param(
+            {"mesh": {"dp_shard": 2, "cp": 2, "ep": 4}, "model": EXPERTS},
             [
                 "experts_are_not_combined_over_ep",
                 "one_expert_gets_no_tokens",
                 "tokens_beyond_the_capacity_are_dropped",
-                "one_config_object_is_shared_by_two_models",
                 "expert_gradients_are_scaled_by_ep",
             ],
+            marks=pytest.mark.long,
         ),
     ],
-    ids=["tp", "ep"],
+    ids=["tp ep", "tp", "ep"],
 )
 def test_faults_of_a_layer_are_found_in_its_outputs(sections, names):
     report = drill(make_config(**{**SMALL, **sections}), only=names)
