@@ -37,7 +37,10 @@ def test_version(capsys):
     assert capsys.readouterr().out == f"paralign {paralign.__version__}\n"
 
 
-COMMANDS = ("init", "check", "align", "compare", "inspect", "drill", "sweep", "train")
+COMMANDS = (
+    *("init", "check", "align", "compare", "inspect", "drill", "sweep", "train"),
+    *("export", "import"),
+)
 
 
 @pytest.mark.parametrize("argv", [[], ["--help"], ["-h"]])

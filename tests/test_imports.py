@@ -21,6 +21,7 @@ ARROWS = [
     {"launch", "blueprint", "align"},
     {"testing", "parallel"},
     {"models", "batch"},
+    {"weights"},
     {"program"},
     {"planning"},
     {"parallelize", "declaration", "data"},
@@ -70,7 +71,7 @@ IN_TORCH_2_4 = set(
 def recording_half() -> set[Path]:
     """Return the files of align/ that recording and loading use, directly or not."""
     found: set[Path] = set()
-    waiting = ["paralign.align.record.x", "paralign.align.initial.x"]
+    waiting = ["paralign.align.record.x", "paralign.align.initial.x", "paralign.align.weights.x"]
     while waiting:
         path = SRC.parent.joinpath(*waiting.pop().split(".")[:-1]).with_suffix(".py")
         if path.is_file() and path not in found:

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from paralign.align.compare import compare as compare
     from paralign.align.fused import Fused as Fused
-    from paralign.align.initial import load_initial as load_initial
     from paralign.align.inspect import InspectReport as InspectReport
     from paralign.align.inspect import inspect as inspect
     from paralign.align.record import record as record
@@ -43,6 +42,7 @@ if TYPE_CHECKING:
     from paralign.prove.run import align as align
     from paralign.randomness import Init as Init
     from paralign.train.local_shards import on_local_shards as on_local_shards
+    from paralign.weights.initial import load_initial as load_initial
 
 __version__ = "0.1.0"
 
@@ -73,7 +73,7 @@ _HOME = {
     "fault": "paralign.prove.fault",
     "inspect": "paralign.align.inspect",
     "load_config": "paralign.config.load",
-    "load_initial": "paralign.align.initial",
+    "load_initial": "paralign.weights.initial",
     "on_local_shards": "paralign.train.local_shards",
     "parallelize": "paralign.parallelize",
     "record": "paralign.align.record",

@@ -23,6 +23,8 @@ from paralign.commands.align import align
 from paralign.commands.check import check
 from paralign.commands.compare import compare
 from paralign.commands.drill import drill
+from paralign.commands.export import export
+from paralign.commands.import_model import import_model
 from paralign.commands.init import init
 from paralign.commands.inspect import inspect
 from paralign.commands.sweep import sweep
@@ -62,8 +64,9 @@ def build_app() -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     app.callback()(_root)
-    for command in (init, check, align, compare, inspect, drill, sweep, train):
+    for command in (init, check, align, compare, inspect, drill, sweep, train, export):
         app.command()(command)
+    app.command("import")(import_model)  # a keyword: no function can be called so
     return app
 
 

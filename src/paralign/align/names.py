@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, cast
 
-from torch import nn
+from torch import Tensor, nn
 
 from paralign.align.fused import FusedPart
 from paralign.align.name_rules import NameRule, NameRules
@@ -126,6 +126,17 @@ def named_parameters(
         for item in found.values()
         for part, names_of_part in item.names.values()
     ]
+
+
+def named_buffers(
+    modules: Sequence[nn.Module], names: NameRule | NameRules = None
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield every buffer of ``modules`` under each of its names, named as parameters are."""
+    rules = names if isinstance(names, NameRules) else NameRules(names)
+    for module in modules:
+        for old_name, found, *_ in _walk(module, "", FlatUnits(), False, "*"):
+            if not isinstance(found, nn.Parameter):
+                yield from ((new.name, found) for new in rules.of(old_name) if new.part is None)
 
 
 @dataclass

@@ -5,7 +5,9 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Annotated, Any
 
+import typer
 from rich.text import Text
 
 from paralign.commands.options import (
@@ -28,6 +30,14 @@ from paralign.requirements import require_torch
 def train(
     config: ConfigFile,
     overrides: Overrides = None,
+    seed_checkpoint: Annotated[
+        Path | None,
+        typer.Option(
+            "--seed-checkpoint",
+            metavar="FOLDER",
+            help="Write the weights that the run starts with to a new folder, and do not train.",
+        ),
+    ] = None,
     timeout: Timeout = "600",
     quiet: Quiet = False,
     verbose: Verbose = False,
@@ -46,18 +56,27 @@ def train(
     world = current_world()
     run = load_config(config, overrides or (), world_size=world.world_size if world else None)
     check_trainable(run)
+    if seed_checkpoint is not None and seed_checkpoint.exists():
+        raise ConfigError(
+            f"--seed-checkpoint={str(seed_checkpoint)!r} exists already. Give the name of a new "
+            "folder."
+        )
     say = _nothing if quiet else _say
     if world is None:
         start_fork_server("paralign.train.loop")
     require_torch(feature="paralign train")
     _prepare(run, quiet=quiet, verify=world is None or world.rank == 0)
     if world is None:
-        _train_locally(run, seconds, say)
+        _train_locally(run, seed_checkpoint, seconds, say)
     else:
         with join_world(run.device, timeout=seconds, describe=run.mesh.degrees.describe_rank):
             from paralign.train.loop import run_training
+            from paralign.train.seed import write_seed
 
-            run_training(run, say)
+            if seed_checkpoint is None:
+                run_training(run, say)
+            else:
+                write_seed(run, seed_checkpoint, say)
     return 0
 
 
@@ -95,15 +114,20 @@ def check_trainable(config: RunConfig) -> None:
         raise ConfigError.from_problems("cannot train", problems)
 
 
-def _train_locally(config: RunConfig, timeout: float, say: Callable[[str], None]) -> None:
+def _train_locally(
+    config: RunConfig, seed_checkpoint: Path | None, timeout: float, say: Callable[[str], None]
+) -> None:
     from paralign.train.loop import run_local_rank
+    from paralign.train.seed import write_seed_on_rank
     from paralign.train.stop import STOP_SIGNALS
 
     degrees = config.mesh.degrees
+    function: Any = run_local_rank if seed_checkpoint is None else write_seed_on_rank
     run_ranks(
-        run_local_rank,
+        function,
         degrees.world_size,
         config,
+        *(() if seed_checkpoint is None else (seed_checkpoint,)),
         device=config.device,
         timeout=timeout,
         describe=degrees.describe_rank,

@@ -20,6 +20,7 @@ from paralign.config.fitting import fitting_meshes
 from paralign.config.model_choice import ModelChoice, choose_model
 from paralign.config.references import read_signature
 from paralign.config.run import RunConfig
+from paralign.config.start_rules import start_problems
 from paralign.config.training_rules import optimizer_problems, schedule_problems
 from paralign.data.corpus import Corpus, find_corpus
 from paralign.data.source import check_length
@@ -276,6 +277,10 @@ def _loss(facts: Facts) -> Iterator[str]:
         )
 
 
+def _start(facts: Facts) -> Iterator[str]:
+    yield from start_problems(facts.config, facts.model.config)
+
+
 def _model_sizes(facts: Facts) -> Iterator[str]:
     config = facts.config
     if facts.model.config is not None and config.model.name is not None:
@@ -382,6 +387,7 @@ RULES = (
     Rule(needs=("tensor",), check=_overlap),
     Rule(needs=("model", "mesh", "batch.seq_len"), check=_model_sizes),
     Rule(needs=("model", "data.tokenizer", "data.end_token"), check=_vocabulary),
+    Rule(needs=("model", "train.dir"), check=_start),
     Rule(needs=("data.source",), check=_source),
     Rule(needs=("data", "batch", "validation"), check=_source_length),
     Rule(needs=("data.packing", "batch.seq_len"), check=_packing),

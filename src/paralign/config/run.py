@@ -63,6 +63,13 @@ class ModelSection(Section):
         expects="text like pkg.module:name",
         example='"my_pkg.model:cut"',
     )
+    start_from: Annotated[str, Field(min_length=1)] | None = key(
+        None,
+        "its weights at the start: a checkpoint, a seed checkpoint, a published model, a trace, or "
+        "a .safetensors file",
+        expects="the path of a folder or file, or null",
+        example="seed/step-00000000",
+    )
 
     @property
     def hyper_parameters(self) -> dict[str, Any]:

@@ -238,7 +238,8 @@ def _model(
             changed["num_dense_layers"] = num_layers if all_dense else 1
         now = asdict(model.config)
         changed = {key: value for key, value in changed.items() if now[key] != value}
-    return ModelSection.model_validate({**config.model.model_dump(), **changed})
+    sections = {**config.model.model_dump(), **changed, "start_from": None}
+    return ModelSection.model_validate(sections)
 
 
 def _losses(config: RunConfig, small: Degrees) -> Iterator[str]:
@@ -258,6 +259,11 @@ def _losses(config: RunConfig, small: Degrees) -> Iterator[str]:
         yield (
             f"ulysses_degree={degree} of cp={large.cp}, which swaps heads and gathers keys and "
             f"values: cp={small.cp} can do one of the two. Give more ranks with --world."
+        )
+    if config.model.start_from is not None:
+        yield (
+            f"model.start_from={config.model.start_from!r}: its weights are of the large sizes. "
+            "The small copy starts from random ones."
         )
     if config.model.name is None:
         yield (

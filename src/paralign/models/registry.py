@@ -11,7 +11,10 @@ from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 from paralign.errors import ConfigError
 from paralign.mesh import Degrees
 from paralign.models.llama import presets as llama
+from paralign.models.llama.published import PUBLISHED as LLAMA_PUBLISHED
 from paralign.models.pangu_moe import presets as pangu_moe
+from paralign.models.pangu_moe.published import PUBLISHED as PANGU_MOE_PUBLISHED
+from paralign.models.published import Published
 from paralign.models.rules import did_you_mean, is_number, is_whole
 
 if TYPE_CHECKING:
@@ -33,6 +36,7 @@ class ModelEntry:
         problems: ``(config, degrees, seq_len)`` -> every static rule that is broken.
         model_class: ``"module:Class"`` of the plain module, built from a config.
         blueprint_class: ``"module:Class"`` of its blueprint, built from a config.
+        published: How it is laid out in published checkpoints.
     """
 
     name: str
@@ -41,6 +45,7 @@ class ModelEntry:
     problems: Callable[[Any, Degrees, int], list[str]]
     model_class: str
     blueprint_class: str
+    published: Published
 
     def configure(
         self, preset: str | None = None, hyper_parameters: Mapping[str, Any] | None = None
@@ -119,6 +124,7 @@ MODELS: Mapping[str, ModelEntry] = MappingProxyType(
                 problems=llama.problems,
                 model_class="paralign.models.llama.model:Llama",
                 blueprint_class="paralign.models.llama.blueprint:LlamaBlueprint",
+                published=LLAMA_PUBLISHED,
             ),
             ModelEntry(
                 name="pangu_moe",
@@ -127,6 +133,7 @@ MODELS: Mapping[str, ModelEntry] = MappingProxyType(
                 problems=pangu_moe.problems,
                 model_class="paralign.models.pangu_moe.model:PanguMoe",
                 blueprint_class="paralign.models.pangu_moe.blueprint:PanguMoeBlueprint",
+                published=PANGU_MOE_PUBLISHED,
             ),
         )
     }

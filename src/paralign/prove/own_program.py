@@ -44,6 +44,7 @@ from paralign.train.build import (
     initialise_whole,
 )
 from paralign.train.optimizer import build_optimizer
+from paralign.train.start import start_whole
 
 Batch = Mapping[str, Tensor]
 
@@ -97,6 +98,7 @@ def build_own_program(
     build = load_symbol(reference, key="program")
     model, blueprint = build_pieces(config, precision.master)
     initialise_whole(model, init_rule(config, blueprint), seed=config.align.seed)
+    start_whole(model, config)
     seen = config.model_copy(
         update={"align": config.align.model_copy(update={"dtype": precision.name})}
     )

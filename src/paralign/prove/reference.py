@@ -35,6 +35,7 @@ from paralign.train.build import (
     init_rule,
     initialise_whole,
 )
+from paralign.train.start import start_whole
 
 
 def run_reference(
@@ -59,6 +60,7 @@ def run_reference(
     """
     model, blueprint = build_pieces(config, precision.master)
     initialise_whole(model, init_rule(config, blueprint), seed=config.align.seed)
+    start_whole(model, config)
     some_rows = build_data(config).global_batch(0)
     check_composition(model, blueprint, _with_positions(some_rows, rows=slice(0, 2)))
     step = ReferenceStep(model, blueprint, precision, num_rows=_rows_per_chunk(config))

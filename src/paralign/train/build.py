@@ -23,6 +23,7 @@ from paralign.parallelize import Context, InitRule, parallelize
 from paralign.program import Program
 from paralign.randomness import Init, fill_
 from paralign.train.data import open_source
+from paralign.train.start import start_program
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,6 +199,7 @@ def build_program(
     *,
     mesh: DeviceMesh | None = None,
     prepare: Callable[[nn.Module], None] | None = None,
+    starts: bool = True,
 ) -> Program:
     """Build this rank's part of the run that ``config`` describes. Collective over the world.
 
@@ -206,6 +208,7 @@ def build_program(
         precision: Dtypes of the run.
         mesh: The mesh; None: it is built here.
         prepare: Called with the whole model before it is cut, to freeze parameters for example.
+        starts: Read the weights of ``model.start_from``; False: others will be loaded.
     """
     if mesh is None:
         mesh = build_mesh(config.mesh.degrees, config.device)
@@ -216,7 +219,7 @@ def build_program(
     if prepare is not None:
         prepare(model)
     pipeline, fsdp, context = build_plans(config)
-    return parallelize(
+    program = parallelize(
         model,
         mesh,
         blueprint=blueprint,
@@ -230,3 +233,6 @@ def build_program(
         init=rule,
         seed=config.align.seed,
     )
+    if starts:
+        start_program(program, config)
+    return program

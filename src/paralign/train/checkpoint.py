@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import zlib
 from collections.abc import Mapping
@@ -39,13 +38,10 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from paralign.errors import TrainingError
+from paralign.weights.folders import OPTIMIZER, STATE_FILE, complete_checkpoints
 
 FORMAT = 1
-STATE_FILE = "state.json"
-OPTIMIZER = "optimizer."
-"""What names of optimizer state start with; the rest are parameters and buffers."""
 
-_NAME = re.compile(r"step-(\d{8,})")
 _CHUNK = 1 << 22
 
 
@@ -80,14 +76,7 @@ class Checkpoint:
 
 def find_checkpoints(folder: Path) -> list[Checkpoint]:
     """Return the complete checkpoints in ``folder``, the newest last."""
-    if not folder.is_dir():
-        return []
-    found = [
-        Checkpoint(path, int(match[1]))
-        for path in folder.iterdir()
-        if (match := _NAME.fullmatch(path.name)) and path.is_dir()
-    ]
-    return sorted(found, key=lambda checkpoint: checkpoint.step)
+    return [Checkpoint(path, step) for step, path in complete_checkpoints(folder)]
 
 
 class Checkpoints:

@@ -40,13 +40,17 @@ def load(checkpoint: Checkpoint, *parts: Mapping[str, Tensor]) -> None:
         load_shards(dict(part), storage_reader=reader)
 
 
-def verify(checkpoint: Checkpoint) -> None:
+def verify(checkpoint: Checkpoint, *, alone: bool = False) -> None:
     """Compare every file with the size and checksum it was written with; ranks share the files.
+
+    Args:
+        checkpoint: A complete one.
+        alone: This process does all of it.
 
     Raises:
         TrainingError: One is missing or differs; every rank raises.
     """
-    rank, world_size = dist.get_rank(), dist.get_world_size()
+    rank, world_size = (0, 1) if alone else (dist.get_rank(), dist.get_world_size())
     listed = sorted(checkpoint.state()["files"].items())
     problems = []
     for name, (num_bytes, checksum) in listed[rank::world_size]:
@@ -58,7 +62,7 @@ def verify(checkpoint: Checkpoint) -> None:
                 problems.append(f"{name} has changed since it was written")
         except OSError as error:
             problems.append(f"{name} cannot be read: {reason(error)}")
-    if found := _all_of(problems):
+    if found := problems if alone else _all_of(problems):
         raise TrainingError(damaged(checkpoint.path, "; ".join(found)))
 
 

@@ -26,6 +26,8 @@ from paralign.train.local_shards import on_local_shards
 from paralign.train.metrics import Metrics, MetricsFile, Validation
 from paralign.train.optimizer import build_optimizer
 from paralign.train.schedule import Schedule
+from paralign.train.seed import check_holds_all
+from paralign.train.start import start_program
 from paralign.train.state import (
     non_finite,
     num_optimizer_steps,
@@ -94,7 +96,9 @@ class TrainingRun:
     def __init__(self, config: RunConfig, say: Say) -> None:
         self._config, self._say = config, say
         self._folder = Path(config.train.dir)
-        self._program: Program = build_program(config.for_training(), training_numerics(config))
+        self._program: Program = build_program(
+            config.for_training(), training_numerics(config), starts=False
+        )
         self._optimizer = build_optimizer(
             config.optimizer, self._program.named_parameters(), fused=True
         )
@@ -252,8 +256,12 @@ class TrainingRun:
         dist.broadcast_object_list(chosen, src=0)
         [checkpoint] = chosen
         if checkpoint is None:
+            if (source := self._config.model.start_from) is not None:
+                start_program(self._program, self._config)
+                self._say(f"starting from {source}")
             return
         state = checkpoint.state()
+        check_holds_all(checkpoint.path, state)
         self._check_same(checkpoint, state)
         parts = [tensors_of(self._program, self._optimizer)]
         if self._program.tied_aliases:

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from paralign.errors import TrainingError
 from paralign.program import Program
-from paralign.train.checkpoint import OPTIMIZER
+from paralign.weights.folders import OPTIMIZER
 
 # What optimizers keep for every element of a parameter; their count of steps is one number.
 _PER_ELEMENT = {"AdamW": ("exp_avg", "exp_avg_sq"), "SGD": ("momentum_buffer",)}
