@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from paralign.models.llama import presets as llama
+from paralign.models.moe_sizes import MoeSizes
 from paralign.models.pangu_moe import presets as pangu_moe
 from paralign.models.registry import MODELS
 
@@ -47,6 +48,12 @@ def deepseek(**changes: Any) -> tuple[str, Any]:
     return "pangu_moe", replace(config, **changes)
 
 
+def deepseek_dense() -> tuple[str, Any]:
+    """Return one without experts."""
+    names = {field.name for field in fields(MoeSizes)}
+    return deepseek(**{name: getattr(llama.tiny(), name) for name in names})
+
+
 def build(family: tuple[str, Any], *, seed: int = 0) -> nn.Module:
     """Build a model of ours in float64, all of whose tensors differ from what they start as."""
     name, config = family
@@ -77,7 +84,7 @@ def write(folder: Path, family: tuple[str, Any], model: nn.Module, **entries: An
 
 
 def theirs_of(family: tuple[str, Any], model: nn.Module, raw: dict[str, Any]) -> dict[str, Tensor]:
-    """Return the tensors of ours as they are published, put together part by part in plain steps."""
+    """Return our tensors as they are published, put together part by part in plain steps."""
     name, config = family
     layout = MODELS[name].published.layout(config, (), raw)
     ours = tensors_of(model)
@@ -135,7 +142,9 @@ def library_model(folder: Path, *, dtype: torch.dtype = torch.float64) -> Any:
         attn_implementation="eager",
         experts_implementation="eager",
     )
-    assert not any(told[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), told
+    assert not any(told[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), (
+        told
+    )
     return model.to(dtype).eval()
 
 

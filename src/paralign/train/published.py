@@ -19,7 +19,6 @@ from paralign.align.weights import Weights, whole_box
 from paralign.config.run import ModelSection, RunConfig
 from paralign.errors import ConfigError
 from paralign.models.published import Layout
-from paralign.models.registry import DEFAULT_PRESET
 from paralign.train.checkpoint import FORMAT, Checkpoint, seal_of
 from paralign.train.checkpoint_load import verify
 from paralign.train.seed import seed_state
@@ -163,7 +162,6 @@ def import_published(source: Path, out: Path) -> RunConfig:
     found = read_published(place.path)
     sizes: Mapping[str, Any] = {
         "name": found.entry.name,
-        "preset": DEFAULT_PRESET,
         **asdict(found.config),
     }
     weights = PublishedWeights(place.path).as_ours()

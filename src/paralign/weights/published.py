@@ -22,6 +22,7 @@ FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _FLOATS = ("F64", "F32", "BF16", "F16")
 _DERIVED = ".rotary_emb.inv_freq"  # older versions kept these frequencies; they follow from sizes
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _MOST_LINES = 20
 _CHUNK = 1 << 24
 
@@ -83,7 +84,9 @@ class PublishedWeights:
         needed, there = layout.theirs, self.shapes
         problems = [f"{name} is missing" for name in needed if name not in there]
         for name in sorted(set(there) - set(needed)):
-            if not name.endswith(_DERIVED) and not (is_tied and self._is_copy(name)):
+            if is_tied and name == _HEAD:
+                problems += [] if self._is_copy() else [f"{_HEAD} is not the same as {_EMBEDDING}"]
+            elif not name.endswith(_DERIVED):
                 problems.append(f"{name} {list(there[name])} is not known")
         for name in sorted(set(there) & set(needed)):
             if there[name] != needed[name]:
@@ -99,13 +102,12 @@ class PublishedWeights:
                     )
         return problems
 
-    def _is_copy(self, name: str) -> bool:
-        """Whether a tensor is the head of a tied pair, kept a second time."""
-        first = "model.embed_tokens.weight"
-        if name != "lm_head.weight" or self.shapes.get(first) != self.shapes[name]:
+    def _is_copy(self) -> bool:
+        """Whether the head of a tied pair is the embedding, kept a second time."""
+        if self.shapes.get(_EMBEDDING) != self.shapes[_HEAD]:
             return False
-        boxes = whole_box(self.shapes[name]).split(_CHUNK)
-        return all(bool((self.read(name, b) == self.read(first, b)).all()) for b in boxes)
+        boxes = whole_box(self.shapes[_HEAD]).split(_CHUNK)
+        return all(bool((self.read(_HEAD, b) == self.read(_EMBEDDING, b)).all()) for b in boxes)
 
 
 def _files(folder: Path) -> list[Path]:

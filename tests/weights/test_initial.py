@@ -12,9 +12,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 from paralign.align import record
-from paralign.align.initial import load_initial
 from paralign.errors import ConfigError, TraceError
 from paralign.testing import run_on_ranks
+from paralign.weights.initial import load_initial
 from tests.align.toys import Toy, build, train
 
 CPU = torch.device("cpu")
