@@ -12,9 +12,9 @@ from torch.distributed.fsdp import fully_shard
 
 from paralign.align import compare, record
 from paralign.align.fused import Fused
-from paralign.align.initial import load_initial
 from paralign.errors import ConfigError
 from paralign.testing import run_on_ranks
+from paralign.weights.initial import load_initial
 from tests.align.shard_toys import (
     FUSED_NAMES,
     KV,

@@ -66,3 +66,17 @@ def test_what_only_training_needs_is_checked_at_once(tmp_path, capsys):
     program = ["--set", "program=examples.own_program:build"]
     assert main(["train", path, *program]) == 2
     assert "Train it with its own loop, or remove `program`" in capsys.readouterr().err
+
+
+@pytest.mark.ranks
+def test_a_seed_checkpoint_is_written_and_started_from(tmp_path, capsys):
+    path, seed = write(tmp_path, steps=1), tmp_path / "seed"
+    assert main(["train", path, "--seed-checkpoint", str(seed)]) == 0
+    said = capsys.readouterr().out.replace("\n", "")
+    assert f"wrote {seed / 'step-00000000'}; start from it with model.start_from={seed}" in said
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+    start = ["--set", f"model.start_from={seed}", "--set", "mesh={pp: 2}"]
+    assert main(["train", path, *start]) == 0
+    assert f"starting from {seed}" in capsys.readouterr().out.replace("\n", "")
+    assert main(["train", path, "--seed-checkpoint", str(seed)]) == 2
+    assert "exists already. Give the name of a new folder" in capsys.readouterr().err

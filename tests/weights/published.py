@@ -94,7 +94,8 @@ def theirs_of(family: tuple[str, Any], model: nn.Module, raw: dict[str, Any]) ->
             continue
         lead = len(part.ours.start) - len(part.shape)
         ranges = [slice(a, a + n) for a, n in zip(part.ours.start[lead:], part.shape, strict=True)]
-        values = ours[part.ours.name][(*part.ours.start[:lead], *ranges)]
+        index: tuple[int | slice, ...] = (*part.ours.start[:lead], *ranges)
+        values = ours[part.ours.name][index]
         if part.order is not None:
             values = torch.stack([values[part.order.index(i)] for i in range(len(part.order))])
         ranges = [slice(a, a + n) for a, n in zip(part.theirs.start, part.shape, strict=True)]
@@ -122,26 +123,27 @@ def in_float64() -> Iterator[None]:
     narrow = torch.Tensor.float
     try:
         for module in modules:
-            module.torch = Wide()
+            vars(module)["torch"] = Wide()
         torch.Tensor.float = torch.Tensor.double  # type: ignore[method-assign]
         yield
     finally:
         torch.Tensor.float = narrow  # type: ignore[method-assign]
         for module in modules:
-            module.torch = torch
+            vars(module)["torch"] = torch
 
 
 def library_model(folder: Path, *, dtype: torch.dtype = torch.float64) -> Any:
     """Load a published model with the library; every tensor must be there and be known."""
     from transformers import AutoModelForCausalLM
 
-    model, told = AutoModelForCausalLM.from_pretrained(
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
         folder,
         dtype=dtype,
         output_loading_info=True,
         attn_implementation="eager",
         experts_implementation="eager",
     )
+    model, told = loaded
     assert not any(told[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), (
         told
     )

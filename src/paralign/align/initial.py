@@ -6,7 +6,7 @@ them, so a model that can be recorded can be loaded.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ PART_ELEMENTS = 1 << 24
 
 def fill_initial(
     model: nn.Module | Sequence[nn.Module],
-    weights: Weights,
+    opened: Callable[[], Weights],
     *,
     mesh: Any = None,
     names: NameRule = None,
@@ -35,22 +35,23 @@ def fill_initial(
     layouts: LayoutRule | None = None,
     alone: bool = False,
 ) -> list[str]:
-    """Fill the parameters of ``model``, and those buffers that ``weights`` has.
+    """Fill the parameters of ``model``, and those buffers that are among the weights.
 
     Arguments, communication and errors are those of :func:`paralign.load_initial`.
 
     Args:
         model: The model, or the stage modules this rank holds; wrapped and sharded as it will run.
-        weights: What to fill it with.
+        opened: Opens what to fill it with. Called after ranks have met, so that what another one
+            has written before is there.
         mesh: As in :func:`paralign.align.record.record`; so are ``names``, ``shards`` and
             ``layouts``.
-        names: Names of the model -> names in ``weights``.
+        names: Names of the model -> names among the weights.
         shards: What plain tensors are cut over.
         layouts: The same in full.
         alone: This process loads by itself although it belongs to a process group.
 
     Returns:
-        Names in ``weights`` that this rank has not used.
+        Names among the weights that this rank has not used.
     """
     modules = [model] if isinstance(model, nn.Module) else list(model)
     in_group = dist.is_available() and dist.is_initialized() and not alone
@@ -65,12 +66,19 @@ def fill_initial(
         world_size=world_size,
     )
     held.agree(world_size, dist.get_rank() if in_group else 0)
-    buffers = list(named_buffers(modules, held.name_rules))
+    weights = opened()
+    try:
+        return _fill(modules, held, weights)
+    finally:
+        weights.close()
+
+
+def _fill(modules: Sequence[nn.Module], held: HeldParameters, weights: Weights) -> list[str]:
     parameters = {n for p in held.pieces.parameters for n in (p.name, *p.aliases)}
     weights = weights.choose(parameters)
     problems: list[str] = []
     views, used = _parameter_views(held, weights, problems)
-    for name, buffer in buffers:
+    for name, buffer in named_buffers(modules, held.name_rules):
         if name not in weights.shapes or name in parameters:
             continue
         used.add(name)

@@ -26,15 +26,17 @@ _OFFSETS = "saved_offsets"
 
 
 class Weights(Protocol):
-    """Whole tensors by name, of which any part can be read.
+    """Whole tensors by name, of which any part can be read."""
 
-    Attributes:
-        shapes: Every tensor there is.
-        where: The file or folder, for messages.
-    """
+    @property
+    def where(self) -> str:
+        """The file or folder, for messages."""
+        ...
 
-    where: str
-    shapes: Mapping[str, tuple[int, ...]]
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Every tensor there is."""
+        ...
 
     def choose(self, names: Collection[str]) -> Weights:
         """Return what is to be read into tensors of these names: these weights, as a rule."""

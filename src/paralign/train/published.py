@@ -22,7 +22,7 @@ from paralign.models.published import Layout
 from paralign.train.checkpoint import FORMAT, Checkpoint, seal_of
 from paralign.train.checkpoint_load import verify
 from paralign.train.seed import seed_state
-from paralign.train.tensor_files import new_folder, write_durably, write_tensors
+from paralign.train.tensor_files import check_new, new_folder, write_durably, write_tensors
 from paralign.weights.folders import (
     CONFIG_FILE,
     STATE_FILE,
@@ -62,6 +62,7 @@ def export_checkpoint(
             cannot say (all of it is listed), or ``out`` exists or cannot be written.
         TrainingError: The checkpoint is damaged.
     """
+    check_new(out)
     place = find_place(source)
     if place.kind != "checkpoint":
         raise ConfigError(
@@ -156,6 +157,7 @@ def import_published(source: Path, out: Path) -> RunConfig:
         ConfigError: The model is not one that paralign can compute, or its tensors are not exactly
             those that it needs; all problems are listed. Or ``out`` exists or cannot be written.
     """
+    check_new(out)
     place = find_place(source)
     if place.kind != "published":
         raise ConfigError(f"{source} has no {CONFIG_FILE}. Give the folder of a published model.")

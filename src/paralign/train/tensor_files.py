@@ -16,6 +16,16 @@ from paralign.errors import ConfigError
 _METADATA = {"format": "pt"}  # readers ask for it
 
 
+def check_new(path: Path) -> None:
+    """Refuse a folder that is there, before anything has been read.
+
+    Raises:
+        ConfigError: It is.
+    """
+    if path.exists():
+        raise ConfigError(f"{path} exists already. Give the name of a new folder.")
+
+
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
     """Yield an empty folder that becomes ``path`` when the block ends, or goes when it fails.
@@ -23,8 +33,7 @@ def new_folder(path: Path) -> Iterator[Path]:
     Raises:
         ConfigError: ``path`` exists, or cannot be written.
     """
-    if path.exists():
-        raise ConfigError(f"{path} exists already. Give the name of a new folder.")
+    check_new(path)
     partial = path.absolute().parent / f".{path.name}.partial"
     try:
         shutil.rmtree(partial, ignore_errors=True)

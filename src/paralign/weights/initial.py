@@ -60,13 +60,13 @@ def load_initial(
             ``config.json`` describes; or the parameters are kept by DeepSpeed's ZeRO-3.
         TraceError: ``source`` is none of these, or its files are damaged.
     """
-    weights = open_weights(find_place(source))
-    try:
-        return fill_initial(
-            model, weights, mesh=mesh, names=names, shards=shards, layouts=layouts, alone=alone
-        )
-    finally:
-        weights.close()
+
+    def opened() -> Weights:
+        return open_weights(find_place(source))
+
+    return fill_initial(
+        model, opened, mesh=mesh, names=names, shards=shards, layouts=layouts, alone=alone
+    )
 
 
 def open_weights(place: Place) -> Weights:

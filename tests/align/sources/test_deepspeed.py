@@ -14,11 +14,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from paralign.align import compare, record
-from paralign.align.initial import load_initial
 from paralign.align.trace import Kind
 from paralign.align.trace_reader import TraceReader
 from paralign.errors import ConfigError
 from paralign.testing import run_on_ranks
+from paralign.weights.initial import load_initial
 from tests.align.toys import batches, build, loss_of, train
 
 

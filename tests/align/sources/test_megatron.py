@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from paralign.align import compare, record
 from paralign.align.fused import Fused
-from paralign.align.initial import load_initial
 from paralign.align.sources.megatron import MEGATRON, norm_of_step
 from paralign.align.trace import Kind
 from paralign.align.trace_reader import TraceReader
 from paralign.testing import run_on_ranks
+from paralign.weights.initial import load_initial
 from tests.align.shard_toys import ElementWise, Layer, Model, train, whole_tensors
 
 NAMES: dict[str, str | Fused] = {
