@@ -27,6 +27,7 @@ from tests.weights.published import (
     library_model,
     logits,
     mixtral,
+    need_library,
     write,
 )
 
@@ -60,6 +61,7 @@ def test_the_library_computes_the_same_from_what_we_write(name: str, tmp_path: P
 
 def from_library(folder: Path, family: tuple[str, Any], options: dict[str, Any]) -> None:
     """Let the library make and save a model of random weights."""
+    need_library()
     from transformers import AutoConfig, AutoModelForCausalLM
 
     raw = MODELS[family[0]].published.write(family[1]) | options.pop("entries", {})
