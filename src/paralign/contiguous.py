@@ -1,4 +1,4 @@
-"""An identity whose gradient is contiguous, for those who cannot take a strided one."""
+"""Other shapes and strides of a tensor, for those who take no view of it."""
 
 from __future__ import annotations
 
@@ -15,6 +15,15 @@ def contiguous_gradient(x: Tensor) -> Tensor:
     """
     same: Tensor = _ContiguousGradient.apply(x)  # type: ignore[no-untyped-call]
     return same
+
+
+def in_shape_of(x: Tensor, fresh: Tensor) -> Tensor:
+    """Return ``fresh``, which nobody else holds, in the shape of ``x``.
+
+    Not as a view: FSDP warns of a module that returns one, as writing into it would lose hooks.
+    """
+    shaped: Tensor = torch.ops.aten._unsafe_view(fresh, x.shape)
+    return shaped
 
 
 class _ContiguousGradient(torch.autograd.Function):

@@ -221,7 +221,10 @@ def _returned(
         for core, style in blueprint.attention().items()
     }
     plan = blueprint.tensor_parallel()
-    return returned_of(stage, plan, degree=degree, options=options, head_dims=heads)
+    experts = list(expert_stacks(stage, blueprint, stage.layer_names))
+    return returned_of(
+        stage, plan, degree=degree, options=options, head_dims=heads, experts=experts
+    )
 
 
 def _split(

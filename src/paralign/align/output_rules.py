@@ -42,7 +42,8 @@ class OutputRules:
 
     def used(self, names: Iterable[str]) -> set[str]:
         """Return the patterns that match one of the modules ``names``."""
-        found = {first_match(rules, name) for name in names for rules in (self.outputs, self.grads)}
+        each = [one for name in names for one in (name, f"{name}[0]")]  # of one tensor, or several
+        found = {first_match(rules, name) for name in each for rules in (self.outputs, self.grads)}
         return {pattern for pattern in found if pattern is not None}
 
     def check(self) -> None:
@@ -74,7 +75,7 @@ class OutputRules:
 
         Args:
             kind: Output or gradient.
-            name: The module's, with the place in what it returned: only single tensors are meant.
+            name: The module's, with the place in what it returned, if that is not one tensor.
             tensor: The local tensor.
         """
         parts = self._parts(kind, name)

@@ -80,8 +80,9 @@ def record(
             docs/trace.md describes them, or a function of the local tensor that returns it.
         outputs: What a rank's plain module outputs are of those of a micro-batch, where tensor
             parallelism cuts them: name or pattern of modules -> axis -> ``Shard(dim)``,
-            ``Replicate()`` or ``Partial()``; equal parts. ``{"*.wq": {"tp": Shard(-1)}}``. What
-            nothing is said of is placed by its size, and then listed without gate.
+            ``Replicate()`` or ``Partial()``; equal parts. ``{"*.wq": {"tp": Shard(-1)}}``; of what
+            returns several tensors ``"*.router[0]"`` or ``"*.router[*]"``. What nothing is said of
+            is placed by its size, and then listed without gate.
         output_grads: The same of their gradients, where these are something else than the outputs:
             ``Partial()`` where each rank has the gradient of its own use of a replicated output.
         source: Where parameters and gradients are kept: ``torch``, ``megatron`` (attributes of its

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from paralign.contiguous import in_shape_of
 from paralign.models.blocked_experts import Stack, blocked_experts, pays
 from paralign.models.grouped_linear import grouped_linear
 
@@ -57,14 +58,18 @@ class Experts(nn.Module):
     def forward(self, x: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
         """Sum the outputs of every token's experts, each times its weight.
 
-        Shapes (T tokens, D width, K choices):
-            x: ``[T, D]``; T may be 0.
-            indices: ``[T, K]`` int64; ``NOT_HERE`` marks a choice that adds nothing.
-            weights: ``[T, K]``.
-            returns: ``[T, D]`` in the dtype of ``x``.
+        Shapes (tokens in any number of dims, none of them as well; D width, K choices):
+            x: ``[..., D]``.
+            indices: ``[..., K]`` int64; ``NOT_HERE`` marks a choice that adds nothing.
+            weights: ``[..., K]``.
+            returns: ``[..., D]`` in the dtype of ``x``.
         """
         if x.is_meta:
             return torch.empty_like(x)  # how many rows an expert gets depends on values
+        tokens, indices, weights = (t.flatten(0, -2) for t in (x, indices, weights))
+        return in_shape_of(x, self._sum(tokens, indices, weights))
+
+    def _sum(self, x: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
         num_experts = self.gate.shape[0]
         flat = indices.flatten()
         order = flat.argsort(stable=True)

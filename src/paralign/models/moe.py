@@ -32,9 +32,7 @@ class MoE(nn.Module):
     def forward(self, x: Tensor, predicted: Predicted | None = None) -> Tensor:
         """Map ``[B, S, hidden_size]`` to the same shape; see :class:`Router`."""
         indices, weights = self.router(x, predicted)
-        tokens = x.flatten(0, 1)
-        out: Tensor = self.experts(tokens, indices.flatten(0, 1), weights.flatten(0, 1))
-        out = out.view_as(x)
+        out: Tensor = self.experts(x, indices, weights)
         return out if self.shared is None else out + self.shared(x)
 
 

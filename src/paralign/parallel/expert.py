@@ -29,6 +29,7 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from paralign.collectives import all_to_all_rows
+from paralign.contiguous import in_shape_of
 from paralign.errors import LayoutError
 from paralign.local_weights import distribute, local_parameters
 
@@ -116,10 +117,14 @@ class ExpertForward:
     def __call__(self, x: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
         """Compute this rank's tokens with everybody's experts.
 
-        Shapes (T local tokens, D width, K choices):
-            x: ``[T, D]``. indices: ``[T, K]``, global numbers of experts. weights: ``[T, K]``.
-            returns: ``[T, D]``.
+        Shapes (local tokens in any number of dims, D width, K choices):
+            x: ``[..., D]``. indices: ``[..., K]``, global numbers of experts. weights: the same.
+            returns: ``[..., D]``.
         """
+        tokens, indices, weights = (t.flatten(0, -2) for t in (x, indices, weights))
+        return in_shape_of(x, self._sum(tokens, indices, weights))
+
+    def _sum(self, x: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
         route = plan_route(indices, num_local=self._num_local, degree=self._degree)
         send, receive = self._numbers(route.send)
 

@@ -138,7 +138,7 @@ def _by_group(
             _same(value, min(1.0, limit / (norms[groups[rank]] + NORM_EPS)))
             for rank, value in by_rank.items()
         ):
-            missing = [axis for axis in context.mesh.live if axis not in axes]
+            missing = context.mesh.others(axes)
             needed = tuple(_differing(context, by_rank, missing))
             over = " x ".join(needed) or "all ranks"
             text = (

@@ -142,6 +142,10 @@ class MeshAxes:
     Axes that are products of others (``fsdp`` = ``dp_shard`` x ``cp``) are left out: they say
     nothing that their parts do not. A run that names no axis has one, called ``world``, so that
     replicas can still be told apart; :meth:`named` leaves it out again.
+
+    Expert parallelism cuts the ranks of other axes once more, in its own way (``efsdp`` x ``ep``
+    over ``dp_shard`` x ``cp`` x ``tp``). Such axes are no further coordinates, but others for the
+    same ranks: a set of axes is of one grid or of the other, and so are those beside it.
     """
 
     def __init__(self, trace: TraceReader) -> None:
@@ -166,20 +170,45 @@ class MeshAxes:
             self.sizes["world"] = trace.world_size
             self._groups["world"] = dict.fromkeys(everyone, everyone)
         self.world_size = trace.world_size
+        self._grids = self._find_grids()
+
+    def _find_grids(self) -> list[tuple[str, ...]]:
+        """Return sets of axes that number all ranks; what the first lacks is in the second."""
+        base: list[str] = []
+        for axis, size in self.sizes.items():
+            if size > 1 and not set(self._groups[axis][0]) <= set(self.peers(0, base)):
+                base.append(axis)
+        again = [axis for axis, size in self.sizes.items() if size > 1 and axis not in base]
+        if not again:
+            return [tuple(base)]
+        reached = set(self.peers(0, again))
+        beside = [axis for axis in base if not set(self._groups[axis][0]) <= reached]
+        return [tuple(base), (*beside, *again)]
 
     @property
     def live(self) -> list[str]:
-        """Axes with more than one rank."""
-        return [axis for axis, size in self.sizes.items() if size > 1]
+        """Axes with more than one rank, of the first grid."""
+        return list(self._grids[0])
+
+    def others(self, axes: Sequence[str]) -> list[str]:
+        """Return the axes beside ``axes`` in the grid that they are of."""
+        grid = next((grid for grid in self._grids if {*axes} <= {*grid}), self._grids[0])
+        return [axis for axis in grid if axis not in axes]
 
     def named(self, axes: Sequence[str]) -> list[str]:
         """Return the axes that the run itself names."""
         return list(axes) if self.is_named else []
 
     def subsets(self) -> list[tuple[str, ...]]:
-        """Return every set of axes with more than one rank, small ones first."""
-        live = self.live
-        return [s for n in range(1, len(live) + 1) for s in combinations(live, n)]
+        """Return every set of live axes of a grid, small ones and the first grid's first."""
+        largest = max(map(len, self._grids))
+        sets = (
+            chosen
+            for number in range(1, largest + 1)
+            for grid in self._grids
+            for chosen in combinations(grid, number)
+        )
+        return list(dict.fromkeys(sets))
 
     def peers(self, rank: int, axes: Sequence[str]) -> tuple[int, ...]:
         """Return the ranks that differ from ``rank`` only along ``axes``, itself included."""
@@ -206,7 +235,7 @@ class MeshAxes:
         if not chosen or not rest:
             return ()
         for axes in self.subsets():
-            others = [axis for axis in self.live if axis not in axes]
+            others = self.others(axes)
             if not any(set(self.peers(rank, others)) & rest for rank in chosen):
                 return axes
         return tuple(self.live)

@@ -263,12 +263,22 @@ def explain_balance(context: Context, step: int, losses: Sequence[Finding]) -> l
         own = [item for name, item in grads.items() if name.startswith(f"{router}.")]
         if weights is None or not own:
             return None
-        if not weights.row.ok:
+        if weights.tolerance is None or _is_late(context, step, weights):
             return None
         wrong = [item for item in own if not item.row.ok]
         if wrong:
             return [_balance(context, wrong[0], router)]
     return None
+
+
+def _is_late(context: Context, step: int, item: Compared) -> bool:
+    """Whether the backward pass was wrong before it came to this gradient of an output."""
+    for other in context.judged(Kind.OUTPUT_GRAD, step):
+        if not other.row.ok:
+            return True
+        if other is item:
+            return False
+    return True
 
 
 def _balance(context: Context, item: Compared, router: str) -> Finding:

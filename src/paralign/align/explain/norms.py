@@ -83,15 +83,13 @@ def _guesses(context: Context, gradients: Sequence[Compared], own: float) -> Ite
 def _partial_sums(context: Context, gradients: Sequence[Compared]) -> Iterator[Guess]:
     """The squares were added up over some axes only, so each group has a norm of its own."""
     mesh = context.mesh
-    live = tuple(mesh.live)
     for axes in [(), *mesh.subsets()]:
-        if axes == live:
+        if not (missing := mesh.others(axes)):
             continue
         norms = tuple(
             _norm_within(gradients, frozenset(mesh.peers(rank, axes)))
             for rank in range(mesh.world_size)
         )
-        missing = tuple(axis for axis in live if axis not in axes)
         needed = _needed(context, gradients, missing)
         told = "the norm of what one rank holds" if not axes else "the norm within one group"
         yield Guess(

@@ -23,6 +23,7 @@ from paralign.align.explain.outputs import explain_outputs
 from paralign.align.explain.placement import PERMUTED_SHARDS
 from paralign.align.explain.remaps import WRONG_LAYER, explain_remaps
 from paralign.align.explain.replicas import MISSING_REDUCTION
+from paralign.align.explain.router_biases import explain_router_biases
 from paralign.align.explain.seed import from_the_loss
 from paralign.align.explain.shared import one_factor
 from paralign.align.explain.stale import STALE
@@ -57,7 +58,7 @@ def explain(context: Context) -> list[Finding]:
         clipping = explain_clipping(context, step)
         context.found += clipping
         _join_norms(context, norms, clipping)
-        context.found += explain_optimizer(context, step)
+        context.found += explain_router_biases(context, step) or explain_optimizer(context, step)
         if len(context.found) > begin:
             if step > min(context.steps):
                 _carried_over(context.found[begin:], step)

@@ -215,7 +215,7 @@ def _cut(context: Context, item: Compared, *, dim: int) -> dict[int, tuple[int, 
     size = next(iter(entries.values())).shape[dim]
     found: dict[int, tuple[int, int]] = {}
     for rank in entries:
-        others = [axis for axis in context.mesh.live if axis not in tensor]
+        others = context.mesh.others(tensor)
         group = [peer for peer in context.mesh.peers(rank, others) if peer in entries]
         bounds = [_bounds(entries[peer].map, dim) for peer in group]
         held = [each for each in bounds if each is not None]
@@ -266,7 +266,7 @@ def _entries(context: Context, name: str) -> dict[int, TensorEntry]:
 def _axes(context: Context, own: dict[int, tuple[int, int]]) -> tuple[str, ...]:
     """Return the smallest set of axes along which ranks have other parts."""
     for axes in context.mesh.subsets():
-        others = [axis for axis in context.mesh.live if axis not in axes]
+        others = context.mesh.others(axes)
         if all(
             own[peer] == own[rank]
             for rank in own

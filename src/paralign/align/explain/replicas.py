@@ -65,7 +65,7 @@ def _explains(context: Context, axes: Sequence[str], groups: Sequence[Sequence[i
     Differences lie along ``axes`` if ranks that agree on these axes' coordinates are equal: going
     along the other axes changes nothing.
     """
-    others = [axis for axis in context.mesh.live if axis not in axes]
+    others = context.mesh.others(axes)
     holders = {rank for group in groups for rank in group}
     where = {rank: number for number, group in enumerate(groups) for rank in group}
     return all(

@@ -229,7 +229,7 @@ def _parts(
     context: Context, weights: Mapping[Label, float], axes: tuple[str, ...], by_number: bool
 ) -> dict[object, float]:
     """Return one weight per part, or nothing where a part has several."""
-    others = [axis for axis in context.mesh.live if axis not in axes]
+    others = context.mesh.others(axes)
 
     def part(label: Label) -> object:
         # Ranks that differ along other axes only are one part.

@@ -128,7 +128,8 @@ def the_shared_expert_is_missing_on_one_rank(run: FaultRun) -> None:
     """The first rank's layers with experts lack the one that every token passes."""
     if dist.get_rank() == 0 or not list(_all(run, MoE)):
         for layer in _all(run, MoE):
-            layer.shared.register_forward_hook(lambda module, args, out: torch.zeros_like(out))
+            # Times zero, so that FSDP finds a gradient for its weights as on the other ranks.
+            layer.shared.register_forward_hook(lambda module, args, out: out * 0.0)
 
 
 @fault(needs={"experts"}, component="forward", cause="precision")
@@ -211,13 +212,14 @@ def router_biases_move_once_a_micro_batch(run: FaultRun) -> None:
 )
 def router_biases_follow_the_own_rows(run: FaultRun) -> None:
     """Biases are balanced by the tokens of a rank's own rows, and differ from then on."""
-    group = run.mesh["cp"].get_group()
+    groups = [run.mesh[axis].get_group() for axis in ("cp", "tp")]
 
-    def over_cp(counts: Tensor) -> Tensor:
-        dist.all_reduce(counts, group=group)
+    def over_sequence(counts: Tensor) -> Tensor:
+        for group in groups:
+            dist.all_reduce(counts, group=group)
         return counts
 
-    _update(run, lambda: update_biases(_routers(run), sum_over_tokens=over_cp))
+    _update(run, lambda: update_biases(_routers(run), sum_over_tokens=over_sequence))
 
 
 @fault(needs={"router_bias", "padding"}, component="state", cause="token_weighting")

@@ -48,6 +48,17 @@ def layer_number(name: str) -> int | None:
     return None if is_end(name) else int(name.split(".")[1])
 
 
+def alike_layers(run: FaultRun) -> list[int]:
+    """Return the numbers of this rank's layers of the kind that it has most of, in order."""
+    kinds: dict[frozenset[str], list[int]] = {}
+    numbers = {number for number in map(layer_number, run.parameters) if number is not None}
+    for number in sorted(numbers):
+        head = f"layers.{number}."
+        inner = {name.removeprefix(head) for name in run.parameters if name.startswith(head)}
+        kinds.setdefault(frozenset(inner), []).append(number)
+    return max(kinds.values(), key=len, default=[])
+
+
 def swap_(first: Tensor, second: Tensor) -> None:
     """Exchange the contents of two tensors of one shape."""
     with torch.no_grad():

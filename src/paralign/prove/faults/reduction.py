@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 import paralign.parallel.data
 import paralign.program
-import paralign.prove.parallel
+import paralign.train.build
 from paralign.config.run import RunConfig
 from paralign.mesh import Axis, fold
 from paralign.parallel.stage import Stage
@@ -135,7 +135,7 @@ def _reduce_ends_by_hand(run: FaultRun, reduce: Callable[[Tensor, FaultRun], Non
         return model.to_empty(device="cpu"), blueprint  # whole weights are initialised then
 
     run.patch(paralign.parallel.data, "fully_shard", without_ends)
-    run.patch(paralign.prove.parallel, "build_pieces", build_real)
+    run.patch(paralign.train.build, "build_pieces", build_real)
     # A step notices by itself that a unit was not reduced; no other framework does.
     run.patch(Program, "_reduction_problems", lambda program: [])
     run.rebuild()

@@ -84,7 +84,8 @@ def _row_parallel_without_sum(run: FaultRun, end: str) -> None:
 @fault(needs={"tp"}, component="forward", axes={"tp"}, cause="missing_reduction")
 def attention_output_is_not_summed_over_tp(run: FaultRun) -> None:
     """Each rank goes on with what its own heads add to the stream; the shape is right."""
-    _row_parallel_without_sum(run, "attention.wo")
+    for end in ("attention.wo", "attention.out"):
+        _row_parallel_without_sum(run, end)
 
 
 @fault(needs={"tp"}, component="forward", axes={"tp"}, cause="missing_reduction")

@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from paralign.prove.fault import fault
 from paralign.prove.fault_run import FaultRun
-from paralign.prove.faults.pieces import layer_number, local, swap_
+from paralign.prove.faults.pieces import alike_layers, layer_number, local, swap_
 
 
 @fault(needs={"pp"}, component="weights", axes={"pp"}, cause="wrong_layer")
@@ -15,13 +15,13 @@ def layers_loaded_by_the_wrong_offset(run: FaultRun) -> None:
     """The later stages load their layers one further on, as rank // dp_size offsets do."""
     if run.coordinate["pp"] == 0:
         return
-    layers = sorted({n for n in map(layer_number, run.parameters) if n is not None})
     # Layers that this rank has are turned round by one: the names stay, the contents move on.
-    rotated = dict(zip(layers, [*layers[1:], layers[0]], strict=True))
+    layers = alike_layers(run)
+    rotated = dict(zip(layers, [*layers[1:], *layers[:1]], strict=True))
     before = {name: local(p).clone() for name, p in run.parameters.items()}
     for name, parameter in run.parameters.items():
         number = layer_number(name)
-        if number is not None:
+        if number in rotated:
             source = name.replace(f".{number}.", f".{rotated[number]}.", 1)
             local(parameter).copy_(before[source])
 
@@ -29,8 +29,7 @@ def layers_loaded_by_the_wrong_offset(run: FaultRun) -> None:
 @fault(component="weights", cause="wrong_layer", any_program=True)
 def two_layers_exchanged(run: FaultRun) -> None:
     """Two neighbouring layers are loaded into each other's place."""
-    layers = sorted({n for n in map(layer_number, run.parameters) if n is not None})
-    first, second = layers[:2]
+    first, second = (alike_layers(run) * 2)[:2]
     for name, parameter in run.parameters.items():
         if layer_number(name) == first:
             other = name.replace(f".{first}.", f".{second}.", 1)
