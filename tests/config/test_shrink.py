@@ -150,3 +150,11 @@ def test_torch_is_not_imported():
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_weights_of_the_large_size_are_not_kept(tmp_path):
+    (tmp_path / "w.safetensors").write_text("")
+    source = str(tmp_path / "w.safetensors")
+    found = small(model={**LLAMA, "start_from": source}, pipeline={"num_microbatches": 8})
+    assert found.config.model.start_from is None
+    assert any(source in text and "random ones" in text for text in found.lost)

@@ -119,6 +119,20 @@ def test_weights_that_the_model_has_not_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.ranks
+def test_weights_that_no_rank_has_a_place_for_are_refused(tmp_path: Path) -> None:
+    model = training_config(tmp_path).model
+    whole, _ = build_pieces(training_config(tmp_path), torch.float64)
+    tensors = {name: torch.randn(p.shape) for name, p in whole.named_parameters()}
+    save_file({**tensors, "spare": torch.ones(2)}, tmp_path / "w.safetensors")
+    changed = {**model.model_dump(exclude_none=True), "start_from": str(tmp_path / "w.safetensors")}
+    # Each of the two stages leaves the other one's weights alone; only one name is nobody's.
+    with pytest.raises(ConfigError, match="in it and not in the model") as caught:
+        run(training_config(tmp_path / "run", model=changed, mesh={"pp": 2}))
+    assert str(caught.value).count(" is in it and not in the model") == 1
+    assert "spare" in str(caught.value)
+
+
+@pytest.mark.ranks
 def test_what_was_imported_is_trained_and_exported_again(tmp_path: Path) -> None:
     family = deepseek(vocab_size=256, num_heads=2)
     model = build(family)

@@ -16,6 +16,9 @@ from paralign.errors import ConfigError, TraceError
 from paralign.testing import run_on_ranks
 from paralign.weights.initial import load_initial
 from tests.align.toys import Toy, build, train
+from tests.train.test_published import checkpoint
+from tests.weights import published
+from tests.weights.published import mixtral
 
 CPU = torch.device("cpu")
 
@@ -119,3 +122,43 @@ def test_sharded_models_are_filled(tmp_path: Path, kind: str) -> None:
     recorded(tmp_path / "t")
     for found in run_on_ranks(load_sharded, 2, str(tmp_path / "t"), kind):
         assert found == [True] * 7
+
+
+class Counting(nn.Module):
+    """A parameter, a buffer that is stored, and one that is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(3))
+        self.register_buffer("mean", torch.zeros(2))
+        self.register_buffer("tables", torch.zeros(4), persistent=False)
+
+
+class Wrapper(nn.Module):
+    """Holds a model as DDP does."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+
+def test_buffers_are_filled_where_they_are_stored(tmp_path: Path) -> None:
+    stored = {"inner.weight": torch.ones(3), "inner.mean": torch.tensor([2.0, 3.0])}
+    save_file(stored, tmp_path / "w.safetensors")
+    model = Wrapper(nn.ModuleDict({"inner": Counting()}))
+    assert load_initial(model, tmp_path / "w.safetensors") == []
+    found = dict(model.named_buffers())
+    assert found["module.inner.mean"].tolist() == [2.0, 3.0]
+    assert found["module.inner.tables"].tolist() == [0.0] * 4
+    save_file({**stored, "inner.mean": torch.ones(5)}, tmp_path / "w.safetensors")
+    with pytest.raises(ConfigError, match=r"'inner.mean' has the shape \[2\] in the model, but"):
+        load_initial(model, tmp_path / "w.safetensors")
+
+
+def test_weights_come_from_the_newest_checkpoint_of_a_run(tmp_path: Path) -> None:
+    family = mixtral()
+    tensors = checkpoint(tmp_path / "run", family)
+    model = published.build(family, seed=9)
+    assert load_initial(model, tmp_path / "run") == []
+    found = published.tensors_of(model)
+    assert all(torch.equal(found[name], tensor.double()) for name, tensor in tensors.items())
