@@ -61,7 +61,7 @@ class Ended:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Step:
+class Step:
     """What one optimizer step says of itself; see :class:`paralign.train.metrics.Metrics`."""
 
     loss: float
@@ -128,12 +128,12 @@ class TrainingRun:
     def train(self, request: StopRequest) -> Ended:
         """Make the steps that are left."""
         section = self._config.train
-        done: _Step | None = None
+        done: Step | None = None
         began, step_then = time.perf_counter(), self._step
         is_asked = False
         with _garbage_by_hand(section.collect_garbage_every) as collect:
             while self._step < section.steps and not is_asked:
-                done = self._train_step()
+                done = self.step()
                 collect(self._step)
                 if self._step % section.log_every == 0 or self._step == section.steps:
                     elapsed = time.perf_counter() - began
@@ -151,7 +151,8 @@ class TrainingRun:
             self._say(f"asked to stop: step {self._step} is saved, the same command goes on there")
         return Ended(self._step, is_complete, None if done is None else done.loss)
 
-    def _train_step(self) -> _Step:
+    def step(self) -> Step:
+        """Make one optimizer step, on the batches that are next."""
         program, train = self._program, self._config.train
         lr = self._config.optimizer.lr * self._schedule.factor(self._step)
         for group in self._optimizer.param_groups:
@@ -183,7 +184,7 @@ class TrainingRun:
         self._optimizer.zero_grad()
         self._step += 1
         self._num_tokens += num_tokens
-        return _Step(loss=loss, loss_parts=parts, norm=float(norm), lr=lr)
+        return Step(loss=loss, loss_parts=parts, norm=float(norm), lr=lr)
 
     def _handle_non_finite(self, norm: float) -> None:
         """Name the first bad gradient on every rank that has one; stop or go on."""
@@ -204,7 +205,7 @@ class TrainingRun:
             )
         self._say(f"{text}\nleft out, as train.on_nonfinite=skip says")
 
-    def _log(self, done: _Step, steps_per_s: float) -> None:
+    def _log(self, done: Step, steps_per_s: float) -> None:
         batch = self._config.batch
         tokens = batch.global_batch * batch.seq_len * self._config.train.accumulate
         metrics = Metrics(

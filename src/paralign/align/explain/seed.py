@@ -16,6 +16,7 @@ from paralign.align.explain.candidates import (
     told_sizes,
 )
 from paralign.align.explain.context import Context
+from paralign.align.explain.expert_parts import CHOICES
 from paralign.align.explain.factors import CONSTANT_FACTOR, factor_of, prove_factor
 from paralign.align.explain.proof import finding_of
 from paralign.align.trace import Kind
@@ -27,6 +28,9 @@ _SCALED = (CONSTANT_FACTOR, "double_reduction")
 def from_the_loss(context: Context, step: int, gradients: Sequence[Finding]) -> list[Finding]:
     """Return one finding about the loss, where its factor explains those about gradients.
 
+    A loss that balances experts joins the backward pass later and need not be scaled: gradients
+    before that place are then no multiples of the reference's.
+
     Args:
         context: The comparison.
         step: The step, whose loss was reported right.
@@ -34,9 +38,11 @@ def from_the_loss(context: Context, step: int, gradients: Sequence[Finding]) -> 
     """
     outputs = context.judged(Kind.OUTPUT_GRAD, step)
     kept = list(gradients)
-    if len(kept) != 1 or kept[0].cause not in _SCALED or not outputs or outputs[0].row.ok:
+    scaled = [finding for finding in kept if finding.cause in _SCALED]
+    has_routers = any(item.row.name.endswith(CHOICES) for item in context.judged(Kind.OUTPUT, step))
+    if not scaled or (len(kept) > 1 and not has_routers) or not outputs or outputs[0].row.ok:
         return kept
-    first, factor = outputs[0], kept[0].evidence.get("factor")
+    first, factor = outputs[0], scaled[0].evidence.get("factor")
     proof = prove_factor(context, first)
     if proof is None or str(proof.detail["factor"]) != str(factor):
         return kept
@@ -60,6 +66,6 @@ def from_the_loss(context: Context, step: int, gradients: Sequence[Finding]) -> 
     proof.text = (
         f"The backward pass begins with it: the loss that is minimised is {factor} times what is "
         f"reported{sized}. Divide the sum of token losses once, by the valid tokens of the global "
-        f"batch. {kept[0].evidence.get('tensors')} gradients have the same factor."
+        f"batch. {scaled[0].evidence.get('tensors')} gradients have the same factor."
     )
     return [finding_of([(first, proof)], "loss", f"The gradient of {first.row.name} is off.")]
