@@ -343,8 +343,14 @@ def check_sum(
     assert min(float((share - total).norm() / total.norm()) for share in shares) > 1e-2
 
 
+# Each axis is in one of these.
+DAILY = {"dp_replicate cp", "pp dp_shard tp", "dp_shard tp ep"}
+
+
 @pytest.mark.ranks
-@pytest.mark.parametrize("axes", CASES)
+@pytest.mark.parametrize(
+    "axes", [a if a in DAILY else pytest.param(a, marks=pytest.mark.long) for a in CASES]
+)
 def test_the_declaration_is_what_ranks_hold_and_sum(axes):
     configs = [
         make_config(

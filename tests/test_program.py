@@ -188,7 +188,14 @@ def check_frozen(configs: list[RunConfig], patterns: tuple[str, ...]) -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("what", FROZEN)
+@pytest.mark.parametrize(
+    "what",
+    [
+        "the whole first stage",
+        "half of each layer",
+        pytest.param("embedding", marks=pytest.mark.long),
+    ],
+)
 def test_frozen_parameters_leave_the_others_exact(what):
     check_frozen([config_of(name) for name in SCHEDULES], FROZEN[what])
 
@@ -222,7 +229,7 @@ def clip_alike(config: RunConfig, expected: list[Grads]) -> list[dict[str, Any]]
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", [pytest.param(False, marks=pytest.mark.long), True])
 def test_clipping_is_torchs_own_on_one_device(tied):
     # Replicas, shards, a sequence that is cut, and a tied pair on two pipeline ranks.
     config = config_of("GPipe", tied=tied, mesh={"pp": 2, "dp_replicate": 2, "cp": 2})

@@ -184,8 +184,8 @@ def page(kills: Sequence[Kill], seed: int, seconds: float) -> str:
     lines = [
         "# Killed while training",
         "",
-        f"Written by `python -m tests.equivalence.kills docs/kills.md --kills {len(kills)} --seed {seed}`"
-        f"; not to be edited. {seconds:.0f} s.",
+        "Written by `python -m tests.equivalence.kills docs/kills.md "
+        f"--kills {len(kills)} --seed {seed}`; not to be edited. {seconds:.0f} s.",
         "",
         f"A random rank of {' x '.join(f'{a}={n}' for a, n in MESH.items())} got SIGKILL at a "
         f"random moment, {len(kills)} times. Every run saves after each of its {STEPS} steps, in "

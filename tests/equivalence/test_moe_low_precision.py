@@ -149,7 +149,11 @@ def test_a_clean_run_is_aligned(config, references):
 
 
 @pytest.mark.parametrize(
-    "name", ["bias_of_one_rank_is_not_used", "choices_of_one_rank_are_the_next_best"]
+    "name",
+    [
+        "bias_of_one_rank_is_not_used",
+        pytest.param("choices_of_one_rank_are_the_next_best", marks=pytest.mark.long),
+    ],
 )
 def test_a_selection_that_is_wrong_is_seen_although_choices_are_replayed(name, config, references):
     report = run_broken(name, config, references)
@@ -164,7 +168,13 @@ def test_a_selection_that_is_wrong_is_seen_although_choices_are_replayed(name, c
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["weights_from_other_scores", "sent_to_the_wrong_expert"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "weights_from_other_scores",
+        pytest.param("sent_to_the_wrong_expert", marks=pytest.mark.long),
+    ],
+)
 def test_what_follows_from_the_choices_is_seen(name, config, references):
     report = run_broken(name, config, references)
     assert report.verdict == "misaligned"

@@ -205,8 +205,13 @@ def configs(mesh: str, chunks: int = 3) -> list[RunConfig]:
     return made if "tp" in sizes else [*made, made[0].model_copy(update=OWN)]
 
 
+DAILY = {"pp tp", "dp_shard cp"}
+
+
 @pytest.mark.ranks
-@pytest.mark.parametrize("mesh", CASES)
+@pytest.mark.parametrize(
+    "mesh", [m if m in DAILY else pytest.param(m, marks=pytest.mark.long) for m in CASES]
+)
 def test_every_gradient_and_parameter_is_that_of_one_device(mesh):
     for result in measure_all(configs(mesh)):
         check_result(result)

@@ -261,7 +261,7 @@ def on_and_off(mesh_degrees: dict[str, int], model: dict[str, Any], parts: Seque
 @pytest.mark.parametrize(
     ("degrees", "model"),
     [
-        ({"pp": 2, "dp_shard": 2}, {}),
+        pytest.param({"pp": 2, "dp_shard": 2}, {}, marks=pytest.mark.long),
         pytest.param({"pp": 2, "tp": 2}, {}, marks=pytest.mark.long),
         ({"pp": 2, "dp_shard": 2, "ep": 2}, {"name": "pangu_moe", "preset": "tiny"}),
         pytest.param({"pp": 2, "cp": 2}, dict(PANGU), marks=pytest.mark.long),

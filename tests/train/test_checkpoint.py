@@ -2,20 +2,15 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
-import threading
-import time
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from paralign.errors import RankError, TrainingError
+from paralign.errors import TrainingError
 from paralign.launch import run_ranks
 from paralign.train.checkpoint import Checkpoints, find_checkpoints
-from paralign.train.loop import run_local_rank
-from paralign.train.metrics import read_metrics
 from tests.train.runs import newest, run, tensors_in, training_config
 
 pytestmark = pytest.mark.ranks
@@ -109,57 +104,6 @@ def test_a_full_disk_leaves_the_checkpoint_before(tmp_path):
         assert f"the last complete one is {tmp_path / 'step-00000001'}" in text
     [kept] = find_checkpoints(tmp_path)
     assert torch.equal(tensors_in(kept)["w"], torch.ones(4))
-
-
-def test_a_kill_at_any_moment_leaves_a_complete_checkpoint(tmp_path):
-    """Kill a rank again and again; the run must end as one that nobody disturbed."""
-    mesh = {"dp_shard": 2}
-    settings = {"steps": 12, "save_every": 1, "log_every": 1, "keep": 2}
-    calm = training_config(tmp_path / "calm", mesh=mesh, train=settings)
-    run(calm)
-    config = training_config(tmp_path / "killed", mesh=mesh, train=settings)
-    num_kills, steps = 0, []
-    for attempt in range(20):
-        wait_s = 0.02 * attempt
-
-        def heard(rank: int, text: str, wait_s: float = wait_s) -> None:
-            if "saving" in text and (victims := _ranks()):
-                threading.Thread(target=_kill, args=(victims[0], wait_s), daemon=True).start()
-
-        try:
-            run_ranks(run_local_rank, 2, config, timeout=60, on_event=heard)
-        except RankError:
-            num_kills += 1
-            found = find_checkpoints(Path(config.train.dir) / "checkpoints")
-            steps.append(found[-1].step if found else 0)
-            if num_kills == 3:
-                break
-        else:
-            break
-    assert num_kills == 3, "the run ended before anybody was killed"
-    assert steps == sorted(steps)
-    run(config)
-    ours, theirs = tensors_in(newest(config)), tensors_in(newest(calm))
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-    assert [line["loss"] for line in read_metrics(Path(config.train.dir))] == [
-        line["loss"] for line in read_metrics(Path(calm.train.dir))
-    ]
-    assert not list((Path(config.train.dir) / "checkpoints").glob(".*"))
-
-
-def _ranks() -> list[int]:
-    """Return the processes that run ranks of this one."""
-    import multiprocessing
-
-    return [child.pid for child in multiprocessing.active_children() if child.pid is not None]
-
-
-def _kill(pid: int, wait_s: float) -> None:
-    time.sleep(wait_s)
-    try:
-        os.kill(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        return
 
 
 def test_a_checkpoint_that_is_being_written_is_not_one(tmp_path):
