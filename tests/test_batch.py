@@ -201,7 +201,7 @@ def test_every_problem_of_a_batch_is_said_at_once():
     }
     assert problem_of(batch) == (
         "the global batch cannot be cut:\n"
-        "  - keys ['attention', 'mask'] are not used: pass tokens and labels only\n"
+        "  - keys ['attention', 'mask'] are not used: pass tokens, labels and documents only\n"
         "  - labels (6, 8) and tokens (6, 7) must have one shape\n"
         "  - 6 rows do not divide over axis 'dp' (2 ranks) times num_microbatches=2. Use a "
         "multiple of 4\n"
@@ -219,6 +219,43 @@ def test_a_balanced_batch_needs_two_chunks_a_rank():
 
 def test_a_batch_without_rows_is_refused():
     assert "0 rows do not divide" in problem_of({"tokens": torch.zeros(0, 8, dtype=torch.int64)})
+
+
+DOCUMENTS = torch.tensor([[4, 4, 4, 9, 9, 9, 9, 0], [1, 1, 1, 1, 1, 1, 1, 1]])
+
+
+@pytest.mark.parametrize("load_balance", [False, True])
+def test_documents_are_kept_whole_on_every_rank_of_a_sequence(load_balance):
+    batch = {"tokens": torch.arange(16).view(2, 8), "documents": DOCUMENTS}
+    for rank, local in enumerate(
+        shards(batch, Degrees(dp_shard=2, cp=2), load_balance=load_balance)
+    ):
+        starts = [[0, 0, 0, 3, 3, 3, 3, 7], [0] * 8][rank // 2]
+        assert local.tensors["documents"].tolist() == [starts]
+        assert local.tensors["tokens"].shape == (1, 4)
+        assert local.num_global_tokens == 2 + 3 + 0 + 7  # the last of a document predicts nothing
+
+
+def test_labels_that_cross_documents_are_refused():
+    tokens = torch.arange(16).view(2, 8)
+    labels = torch.full_like(tokens, -100)
+    labels[:, :-1] = tokens[:, 1:]
+    text = problem_of({"tokens": tokens, "labels": labels, "documents": DOCUMENTS})
+    assert "2 labels cross the end of a document, the first in row 0 at position 2" in text
+    assert "must have one shape" in problem_of({"tokens": tokens, "documents": DOCUMENTS[:1]})
+    assert "documents has dtype torch.float32" in problem_of(
+        {"tokens": tokens, "documents": DOCUMENTS.float()}
+    )
+
+
+def test_the_fingerprint_sees_documents():
+    tokens = torch.arange(16).view(2, 8)
+    prints = {
+        fingerprint({"tokens": tokens}),
+        fingerprint({"tokens": tokens, "documents": DOCUMENTS}),
+        fingerprint({"tokens": tokens, "documents": DOCUMENTS.roll(1, 0)}),
+    }
+    assert len(prints) == 3
 
 
 def fingerprint(batch: Mapping[str, Tensor], degrees: Degrees | None = None) -> int:

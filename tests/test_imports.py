@@ -16,7 +16,7 @@ FILES = sorted(SRC.rglob("*.py"))
 # From bottom to top. A room imports from the rows above its own, and from itself.
 ARROWS = [
     {"errors"},
-    {"requirements", "mesh", "layout", "randomness", "loss"},
+    {"requirements", "mesh", "layout", "randomness", "loss", "documents"},
     {"collectives", "all_to_all", "contiguous", "local_weights"},
     {"launch", "blueprint", "align"},
     {"testing", "parallel"},

@@ -71,6 +71,25 @@ def test_a_step_refuses_what_is_no_share_of_one_global_batch():
         ]
 
 
+def documents_for_a_blind_blueprint(config: RunConfig) -> str:
+    mesh = build_mesh(config.mesh.degrees)
+    model, blueprint = build_pieces(config, torch.float64)
+    blueprint.takes_documents = False
+    pipeline, fsdp, context = build_plans(config)
+    program = parallelize(
+        model, mesh, blueprint=blueprint, pipeline=pipeline, fsdp=fsdp, context=context
+    )
+    batch = {"tokens": BATCHES[0]["tokens"], "documents": BATCHES[0]["tokens"]}
+    return message_of(lambda: program.shard(batch))
+
+
+@pytest.mark.ranks
+def test_documents_are_refused_where_nothing_would_look_at_them():
+    config = config_of(mesh={})
+    [message] = run_on_ranks(documents_for_a_blind_blueprint, 1, config)
+    assert "the model's blueprint does not look at them: attention would cross them" in message
+
+
 def run_with_extra(config: RunConfig, unused: tuple[str, ...]) -> list[str]:
     """Step a model whose third layer has a parameter that nothing uses."""
     mesh = build_mesh(config.mesh.degrees)

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from paralign.documents import document_starts
 from paralign.errors import DataError
 from paralign.loss import IGNORE_INDEX, count_valid_tokens, shift_labels
 from paralign.mesh import Degrees
@@ -33,7 +34,9 @@ class LocalBatch:
     """What one rank holds of a global batch.
 
     Attributes:
-        tensors: ``tokens``, ``labels`` and ``positions``, each ``[B / dp, S / cp]`` int64.
+        tensors: ``tokens``, ``labels`` and ``positions``, each ``[B / dp, S / cp]`` int64; where
+            attention must stay inside of documents, ``documents`` ``[B / dp, S]``, see
+            ``documents.py``.
         seq_len: Global sequence length S.
         num_global_tokens: Valid label tokens of the whole global batch.
         num_local_tokens: Valid label tokens here.
@@ -61,7 +64,8 @@ def shard_batch(
     Shapes:
         global_batch: ``tokens`` ``[B, S]`` integers, and optionally ``labels`` ``[B, S]``, already
             shifted: ``labels[:, t]`` is what ``tokens[:, t]`` should predict, -100 where nothing
-            is. Without labels they are the next tokens.
+            is. Without labels they are the next tokens. Optionally ``documents`` ``[B, S]``:
+            neighbours with the same number are of one document, and attention stays inside of it.
         returns: tensors ``[B / dp, S / cp]``; ranks along tp hold the same.
 
     Args:
@@ -79,6 +83,8 @@ def shard_batch(
         DataError: Lists every rule that the batch breaks.
     """
     tokens, labels = _check(global_batch, degrees, num_microbatches, load_balance, token_parts)
+    documents = _integers(global_batch, "documents")
+    whole_rows = {} if documents is None else {"documents": document_starts(documents)}
     coordinates = degrees.coordinates(rank)
     rows = tokens.shape[0] // degrees.dp
     dp_index = coordinates["dp_replicate"] * degrees.dp_shard + coordinates["dp_shard"]
@@ -91,11 +97,12 @@ def shard_batch(
             "tokens": tokens[row_slice, columns].contiguous(),
             "labels": local_labels.contiguous(),
             "positions": columns.expand(rows, -1).contiguous(),
+            **{name: tensor[row_slice].contiguous() for name, tensor in whole_rows.items()},
         },
         seq_len=tokens.shape[1],
         num_global_tokens=int(count_valid_tokens(labels)),
         num_local_tokens=int(count_valid_tokens(local_labels)),
-        fingerprint=_fingerprint(tokens, labels),
+        fingerprint=_fingerprint(tokens, labels, *whole_rows.values()),
     )
 
 
@@ -130,10 +137,15 @@ def _check(
             "same global batch on every rank: program.shard cuts it."
         )
     labels = _integers(global_batch, "labels")
-    labels = shift_labels(tokens) if labels is None else labels
+    documents = _integers(global_batch, "documents")
+    if labels is None:
+        labels = shift_labels(tokens)
+        if documents is not None and documents.shape == tokens.shape:
+            labels[:, :-1][documents[:, 1:] != documents[:, :-1]] = IGNORE_INDEX
     problems = []
-    if extra := sorted(set(global_batch) - {"tokens", "labels"}):
-        problems.append(f"keys {extra} are not used: pass tokens and labels only")
+    if extra := sorted(set(global_batch) - {"tokens", "labels", "documents"}):
+        problems.append(f"keys {extra} are not used: pass tokens, labels and documents only")
+    problems += _document_problems(tokens, labels, documents)
     if labels.shape != tokens.shape:
         problems.append(
             f"labels {tuple(labels.shape)} and tokens {tuple(tokens.shape)} must have one shape"
@@ -156,6 +168,28 @@ def _check(
     if problems:
         raise DataError.from_problems("the global batch cannot be cut", problems)
     return tokens, labels
+
+
+def _document_problems(tokens: Tensor, labels: Tensor, documents: Tensor | None) -> list[str]:
+    if documents is None:
+        return []
+    if documents.shape != tokens.shape:
+        return [
+            f"documents {tuple(documents.shape)} and tokens {tuple(tokens.shape)} must have one "
+            "shape"
+        ]
+    if labels.shape != tokens.shape:
+        return []  # said elsewhere
+    ends = documents[:, 1:] != documents[:, :-1]
+    crossing = (labels[:, :-1] != IGNORE_INDEX) & ends
+    if not bool(crossing.any()):
+        return []
+    row, at = crossing.nonzero()[0].tolist()
+    return [
+        f"{int(crossing.sum())} labels cross the end of a document, the first in row {row} at "
+        f"position {at}: its last token predicts nothing. Give it the label {IGNORE_INDEX}, or "
+        "leave labels out"
+    ]
 
 
 def _integers(global_batch: Mapping[str, Tensor], name: str) -> Tensor | None:
@@ -198,9 +232,9 @@ def _share_problems(
     return problems
 
 
-def _fingerprint(tokens: Tensor, labels: Tensor) -> int:
-    """Hash tokens and labels with their positions, in wrapping 64-bit arithmetic."""
-    flat = torch.cat([tokens.flatten(), labels.flatten()]).cpu()
+def _fingerprint(*tensors: Tensor) -> int:
+    """Hash whole numbers with their positions, in wrapping 64-bit arithmetic."""
+    flat = torch.cat([tensor.flatten() for tensor in tensors]).cpu()
     keys = (
         torch.arange(1, flat.numel() + 1) * -7046029254386353131
     )  # an odd constant near 2**64 / phi

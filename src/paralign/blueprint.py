@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from paralign.parallel.tensor_base import TensorStyle
 
 # tokens, labels, positions: each [B, S] int64, rows first; see Program.shard. While a step runs,
-# num_tokens as well: a scalar on the CPU, what the sum of token losses is divided by.
+# num_tokens as well: a scalar on the CPU, what the sum of token losses is divided by. Where
+# attention must stay inside of documents, documents: [B, S] of whole rows, see documents.py.
 Batch = Mapping[str, Tensor]
 
 
@@ -61,6 +62,10 @@ class Blueprint(ABC):
     """Patterns of the modules that take the residual stream as their first input: norms. Nothing
     else may compute with it. Needed as ``stream_sources``."""
 
+    takes_documents: bool = False
+    """Whether ``context`` and ``forward`` look at ``documents`` of a batch, so that attention stays
+    inside of each, with positions of its own. Needed for ``data.packing: isolated``."""
+
     unused_parameters: tuple[str, ...] = ()
     """Glob patterns of parameters that get no gradient in training."""
 
@@ -70,7 +75,8 @@ class Blueprint(ABC):
 
         Args:
             batch: This rank's micro-batch: ``tokens`` and ``positions``, each ``[B, S_local]``.
-                Positions are global and need not be contiguous.
+                Positions are global and need not be contiguous. With :attr:`takes_documents` there
+                may be ``documents``, ``[B, seq_len]`` on every rank.
             seq_len: Global sequence length, for masks that must be global ``[S, S]``.
         """
 

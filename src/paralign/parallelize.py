@@ -205,6 +205,7 @@ def parallelize(
         load_balance=context.load_balance,
         device=device,
         token_parts=token_parts,
+        takes_documents=blueprint.takes_documents,
         partial_over_tp=partial_over_tp,
         has_router_biases=has_router_biases,
         returned=returned,

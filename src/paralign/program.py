@@ -51,6 +51,7 @@ class Program:
         load_balance: bool,
         device: torch.device,
         token_parts: int = 1,
+        takes_documents: bool = False,
         partial_over_tp: Collection[str] = (),
         has_router_biases: bool = False,
         returned: Mapping[str, Returned] | None = None,
@@ -67,6 +68,7 @@ class Program:
         self._load_balance = load_balance
         self._device = device
         self._token_parts = token_parts
+        self._takes_documents = takes_documents
         self._tp_mesh = mesh[str(Axis.TP)]
         self._parameters = {
             name: parameter
@@ -147,6 +149,12 @@ class Program:
         Pass the same global batch on every rank. See :func:`paralign.batch.shard_batch` for shapes
         and errors.
         """
+        if "documents" in global_batch and not self._takes_documents:
+            raise DataError(
+                "the global batch has documents, and the model's blueprint does not look at them: "
+                "attention would cross them. Build the mask and positions from them in the "
+                "blueprint's context and forward and set takes_documents, or leave documents out."
+            )
         local = shard_batch(
             global_batch,
             degrees=self._degrees,

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 
 import paralign.batch
+import paralign.models.decoder
 import paralign.parallel.data
 import paralign.prove.parallel
 import paralign.train.build
@@ -84,6 +85,16 @@ def layers_remapped_by_rank_over_dp_size() -> None:
 def _shift_layer(name: str, shift: int) -> str:
     first, index, rest = name.split(".", 2)
     return f"{first}.{(int(index) + shift) % 4}.{rest}"
+
+
+def attention_crosses_documents() -> None:
+    _replace(paralign.models.decoder, "document_mask", lambda documents: None)
+
+
+def documents_of_another_row() -> None:
+    """Give every row the documents of its neighbour."""
+    starts = paralign.batch.document_starts
+    _replace(paralign.batch, "document_starts", lambda documents: starts(documents).roll(1, 0))
 
 
 def mean_of_micro_batch_means() -> None:
@@ -158,5 +169,7 @@ BREAKS: dict[str, Callable[[], None]] = {
         labels_shifted_after_the_split,
         head_without_one_micro_batch,
         ends_outside_every_unit,
+        attention_crosses_documents,
+        documents_of_another_row,
     )
 }

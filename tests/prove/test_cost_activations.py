@@ -14,6 +14,7 @@ from paralign.parallel.support import Plan
 from paralign.prove.cost_activations import Ledger, waiting
 from paralign.testing import run_on_ranks
 from paralign.train.build import build_data, build_program, numerics
+from tests.data.texts import write_documents
 from tests.parity import make_config
 from tests.prove.test_cost import costs_of
 
@@ -51,13 +52,18 @@ CASES: dict[str, dict[str, Any]] = {
     "tp": {"mesh": {"tp": 2}},
     "tp, whole stream": {"mesh": {"tp": 2}, "tensor": {"sequence_parallel": False}},
     "experts": {"mesh": {"dp_shard": 2}, "model": MOE},
+    "documents": {"mesh": {"cp": 2}, "data": {"packing": "isolated"}},
 }
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("name", CASES)
-def test_what_a_step_keeps_is_what_was_counted(name):
-    config = config_of(**CASES[name])
+def test_what_a_step_keeps_is_what_was_counted(name, tmp_path):
+    sections = dict(CASES[name])
+    if "data" in sections:
+        text = write_documents(tmp_path / "text", *range(2, 60))
+        sections["data"] |= {"source": str(text), "token_dir": str(tmp_path)}
+    config = config_of(**sections)
     (cost,) = costs_of(config)
     measured = max(run_on_ranks(kept, 2, config, timeout=240))
     assert abs(cost.activation_bytes / measured - 1) < 0.15, (cost.activation_bytes, measured)

@@ -7,6 +7,7 @@ import torch
 
 from examples.own_model import OwnBlueprint, OwnModel
 from paralign.config.load import load_config
+from paralign.errors import ConfigError
 from paralign.models.llama.blueprint import LlamaBlueprint
 from paralign.parallel.data import FSDP, Precision
 from paralign.parallel.pipeline import Pipeline
@@ -145,3 +146,10 @@ def test_plans_get_every_setting():
         Context(ulysses_degree=1, load_balance=True),
     )
     assert build_plans(make_config())[1] == FSDP()  # default: torch chooses
+
+
+def test_a_model_that_does_not_look_at_documents_is_not_given_isolated_ones(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    config = load_config("examples/own_model.yaml", ["data.packing=isolated"])
+    with pytest.raises(ConfigError, match=r"OwnBlueprint does not say that it does.*packed"):
+        build_pieces(config, torch.float64)

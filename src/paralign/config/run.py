@@ -235,12 +235,13 @@ class DataSection(Section):
         expects="a token of data.tokenizer, or null",
         example='"</s>"',
     )
-    packing: Literal["none", "packed"] = key(
+    packing: Literal["none", "packed", "isolated"] = key(
         "none",
-        "none: each document begins a row; packed: documents one after another, without a gap",
-        expects="none or packed",
+        "none: each document begins a row; packed: documents one after another; isolated: and "
+        "attention stays inside of each",
+        expects="one of none, packed, isolated",
         example="packed",
-        words="none, packed",
+        words="none, packed, isolated",
     )
     token_dir: Annotated[str, Field(min_length=1)] = key(
         "runs/tokens",

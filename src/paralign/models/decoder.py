@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 from torch import Tensor, nn
 
 from paralign.blueprint import Batch, Blueprint
+from paralign.documents import document_mask, positions_inside
 from paralign.loss import Predicted, predicted_of
 from paralign.models.moe_sizes import MoeSizes
 from paralign.models.rotary import Rotary
@@ -21,10 +22,17 @@ if TYPE_CHECKING:
 
 
 class Context(NamedTuple):
-    """What a layer needs besides its input; see :class:`paralign.models.router.Router`."""
+    """What a layer needs besides its input.
+
+    Attributes:
+        rotary: Of this rank's positions.
+        predicted: See :class:`paralign.models.router.Router`.
+        mask: Of whole rows, ``[B, 1, S, S]``; None: attention is causal and nothing else.
+    """
 
     rotary: Rotary
     predicted: Predicted | None
+    mask: Tensor | None = None
 
 
 class DecoderBlueprint(Blueprint):
@@ -44,6 +52,7 @@ class DecoderBlueprint(Blueprint):
     layers_name = "layers"
     epilogue_names = ("norm", "head")
     head_name = "head"
+    takes_documents = True
     stream_sources = ("embedding",)
     stream_readers = ("layers.*.attention_norm", "layers.*.ffn_norm", "norm")
 
@@ -67,7 +76,9 @@ class DecoderBlueprint(Blueprint):
 
     def context(self, batch: Batch, *, seq_len: int) -> Context:
         """Return the tables of this rank's positions; ``seq_len`` does not enter."""
-        return Context(self.rotary(batch["positions"]), predicted_of(batch))
+        documents = batch.get("documents")
+        positions = positions_inside(batch["positions"], documents)
+        return Context(self.rotary(positions), predicted_of(batch), document_mask(documents))
 
     def prologue(self, pieces: nn.Module, batch: Batch, context: Context) -> Tensor:
         """Embed the tokens."""
@@ -84,7 +95,8 @@ class DecoderBlueprint(Blueprint):
 
     def forward(self, model: nn.Module, batch: Batch) -> Tensor:
         """Run the model's own ``forward`` with the batch's positions."""
-        return cast(Tensor, model(batch["tokens"], batch["positions"], predicted_of(batch)))
+        predicted, documents = predicted_of(batch), batch.get("documents")
+        return cast(Tensor, model(batch["tokens"], batch["positions"], predicted, documents))
 
     def attention(self) -> dict[str, ContextParallel]:
         """Name the attention core and its layout."""

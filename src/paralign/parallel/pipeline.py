@@ -97,7 +97,7 @@ class PipelineRuntime:
         """Run one step; afterwards every unit has reduced its gradients once.
 
         Shapes (B local rows, S local sequence):
-            tensors: ``tokens``, ``labels`` and ``positions``, each ``[B, S]``.
+            tensors: ``tokens``, ``labels`` and ``positions``, each ``[B, S]``; maybe ``documents``.
             returns: on the rank that runs the last stage, this rank's share of the loss: the sum
                 over its own tokens divided by ``normaliser``. None on other ranks.
 

@@ -25,7 +25,13 @@ from paralign.planning import settle_plan
 from paralign.prove.cost import RankCost, estimate
 from paralign.prove.cost_experts import active_parameters
 from paralign.prove.rows import ranges, rows_of
-from paralign.train.build import build_plans, build_precision, build_recompute, build_tensor
+from paralign.train.build import (
+    build_plans,
+    build_precision,
+    build_recompute,
+    build_tensor,
+    check_documents,
+)
 
 
 def describe_plan(config: RunConfig, *, verbose: bool = False) -> RenderableType:
@@ -42,6 +48,7 @@ def describe_plan(config: RunConfig, *, verbose: bool = False) -> RenderableType
         model, blueprint = build_model(config.model)
     if found := structure_problems(model, blueprint):
         raise ConfigError.from_problems("the blueprint does not describe the model", found)
+    check_documents(config, blueprint)
     pipeline, fsdp, _ = build_plans(config)
     precision = build_precision(config)
     degrees = config.mesh.degrees

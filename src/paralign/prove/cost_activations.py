@@ -226,12 +226,19 @@ class _Watch:
             q, k, v = signature.read(args, kwargs).qkv
             self._ledger.hold(q, k, v, out)
             self._ledger.add(4 * math.prod(q.shape[:-1]))
+            [row_dim] = {0, 1, 2} - {style.seq_dim, style.head_dim}
+            self._ledger.add(self._mask_bytes(q.shape[row_dim], q.element_size()))
             heads = max(1, k.shape[style.head_dim] // tp)
             more = kv_repeats(heads, inner) * (cp // inner) - 1
             self._ledger.add(more * (k.nbytes + v.nbytes))
             return out
 
         return call
+
+    def _mask_bytes(self, rows: int, element_size: int) -> int:
+        """A kernel keeps a mask of whole rows as numbers of its own, in every layer."""
+        is_masked = self._config.data.packing == "isolated"
+        return rows * self._config.batch.seq_len**2 * element_size if is_masked else 0
 
     def _experts(self, _: nn.Module, args: tuple[Any, ...]) -> None:
         """Even load: how many rows a rank gets depends on the router."""

@@ -82,6 +82,7 @@ def run_of(
         if watch is not None:
             numbers[:] = [_numbers(program, honest)]
         tensors = {**cut[0].tensors, "samples": _samples(program, cut[0])}
+        tensors.pop("documents", None)  # of whole rows: no slice that could be misplaced
         pieces = program.plan.num_microbatches
         parts = {name: tensor.chunk(pieces) for name, tensor in tensors.items()}
         for number in range(pieces):

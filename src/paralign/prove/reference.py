@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from paralign.blueprint import Blueprint
 from paralign.config.run import RunConfig
+from paralign.documents import document_starts
 from paralign.loss import count_valid_tokens, token_cross_entropy_sum
 from paralign.models.compose import check_composition
 from paralign.models.router import (
@@ -159,6 +160,7 @@ class ReferenceStep:
     def inputs(self, global_batch: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
         """Yield what each chunk is fed, with the numbers of its samples."""
         batch = _with_positions(global_batch)
+        batch.pop("documents", None)  # whole rows, which no rank is fed a slice of
         numbers = torch.arange(batch["tokens"].shape[0])
         yield from self._chunks({**batch, "samples": numbers})
 
@@ -191,5 +193,7 @@ def _rows_per_chunk(config: RunConfig) -> int:
 
 def _with_positions(batch: Mapping[str, Tensor], rows: slice = slice(None)) -> dict[str, Tensor]:
     num_rows, seq_len = batch["tokens"].shape
-    positions = torch.arange(seq_len).expand(num_rows, -1)
-    return {name: t[rows] for name, t in {**batch, "positions": positions}.items()}
+    whole = {**batch, "positions": torch.arange(seq_len).expand(num_rows, -1)}
+    if "documents" in batch:
+        whole["documents"] = document_starts(batch["documents"])
+    return {name: tensor[rows] for name, tensor in whole.items()}

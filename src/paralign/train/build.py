@@ -13,6 +13,7 @@ from paralign.blueprint import Blueprint
 from paralign.config.model_choice import build_model
 from paralign.config.run import RunConfig
 from paralign.data.source import TokenSource
+from paralign.errors import ConfigError
 from paralign.mesh import build_mesh
 from paralign.models.router import named_biases
 from paralign.parallel.data import FSDP, PARTS, Precision
@@ -115,7 +116,23 @@ def build_pieces(config: RunConfig, dtype: torch.dtype) -> tuple[nn.Module, Blue
     else:
         with torch.device("meta"):
             model, blueprint = build_model(config.model)
+    check_documents(config, blueprint)
     return model.to(dtype), blueprint
+
+
+def check_documents(config: RunConfig, blueprint: Blueprint) -> None:
+    """Check that the model can keep attention inside of documents, if it is asked to.
+
+    Raises:
+        ConfigError: It cannot.
+    """
+    if config.data.packing == "isolated" and not blueprint.takes_documents:
+        raise ConfigError(
+            f"data.packing=isolated needs a model that keeps attention inside of documents, and "
+            f"{type(blueprint).__name__} does not say that it does. Build the mask and positions "
+            "from the batch's documents in context and forward and set takes_documents, or use "
+            "packing: packed."
+        )
 
 
 def init_rule(config: RunConfig, blueprint: Blueprint) -> InitRule:

@@ -95,7 +95,7 @@ def _rows(config: RunConfig, source: str, key: str) -> Rows:
     file = _token_file(config, source, key)
     if config.data.packing == "none":
         return DocumentRows(file, seq_len=seq_len)
-    return PackedRows(file, seq_len=seq_len, isolate=False)
+    return PackedRows(file, seq_len=seq_len, isolate=config.data.packing == "isolated")
 
 
 def _token_file(

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from paralign.documents import document_mask, positions_inside
 from paralign.errors import ConfigError
 from paralign.loss import Predicted
 from paralign.models.attention import CausalAttention
@@ -36,9 +37,10 @@ class Attention(nn.Module):
         self.wo = nn.Linear(hidden, hidden, bias=config.bias)
         self.core = CausalAttention()
 
-    def forward(self, x: Tensor, rotary: Rotary) -> Tensor:
-        """Map ``[B, S, hidden_size]`` to the same shape."""
-        out: Tensor = self.wo(self.core(*self.project(x, rotary)).transpose(1, 2).flatten(2))
+    def forward(self, x: Tensor, rotary: Rotary, mask: Tensor | None = None) -> Tensor:
+        """Map ``[B, S, hidden_size]`` to the same shape; a mask is causal by itself."""
+        attended = self.core(*self.project(x, rotary), mask=mask, is_causal=mask is None)
+        out: Tensor = self.wo(attended.transpose(1, 2).flatten(2))
         return out
 
     def project(self, x: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor, Tensor]:
@@ -65,9 +67,15 @@ class Layer(nn.Module):
             else SwiGLU(config.hidden_size, config.ffn_hidden_size, bias=config.bias)
         )
 
-    def forward(self, x: Tensor, rotary: Rotary, predicted: Predicted | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        rotary: Rotary,
+        predicted: Predicted | None = None,
+        mask: Tensor | None = None,
+    ) -> Tensor:
         """Map ``[B, S, hidden_size]`` to the same shape; experts need ``predicted``."""
-        x = x + self.attention(self.attention_norm(x), rotary)
+        x = x + self.attention(self.attention_norm(x), rotary, mask)
         return x + feed_forward(self.ffn, self.ffn_norm(x), predicted)
 
 
@@ -98,6 +106,7 @@ class Llama(nn.Module):
         tokens: Tensor,
         positions: Tensor | None = None,
         predicted: Predicted | None = None,
+        documents: Tensor | None = None,
     ) -> Tensor:
         """Predict the next token of every position.
 
@@ -105,13 +114,16 @@ class Llama(nn.Module):
             tokens: ``[B, S]`` int64.
             positions: ``[B, S]`` int64, global; None: whole sequences, ``0 .. S-1``.
             predicted: Which of the tokens are; None: experts are neither counted nor balanced.
+            documents: ``[B, S]``, where the document of each token begins, so that attention stays
+                inside; None: a row is one document. See ``documents.py``.
             returns: logits ``[B, S, vocab_size]``.
         """
         positions = default_positions(tokens) if positions is None else positions
-        rotary = llama_rotary(self.config, positions)
+        rotary = llama_rotary(self.config, positions_inside(positions, documents))
+        mask = document_mask(documents)
         x = self.embedding(tokens)
         for layer in self.layers:
-            x = layer(x, rotary, predicted)
+            x = layer(x, rotary, predicted, mask)
         logits: Tensor = self.head(self.norm(x))
         return logits
 
