@@ -8,7 +8,7 @@ from contextlib import redirect_stderr
 
 from rich.text import Text
 
-from paralign.commands.terminal import print_error, print_result, progress
+from paralign.commands.terminal import print_error, print_result, progress, reading
 
 
 class Terminal(io.StringIO):
@@ -67,3 +67,24 @@ def test_a_closed_pipe_is_no_error_and_keeps_the_status():
     assert writer.stderr.read() == b""
     writer.stderr.close()
     assert writer.wait() == 4
+
+
+def test_how_much_was_read_is_shown_on_a_terminal_and_only_when_there_is_something(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    for is_quiet, sizes, shown in (
+        (False, (1, 2), True),
+        (True, (1, 2), False),
+        (False, (), False),
+    ):
+        stream = Terminal()
+        with redirect_stderr(stream), reading(quiet=is_quiet, what="tokens") as report:
+            for size in sizes:
+                report(size << 20, 2 << 20)
+        assert ("tokens" in stream.getvalue()) is shown
+        assert ("2.0/2.0 MiB" in stream.getvalue()) is shown
+
+
+def test_nothing_is_shown_in_a_pipe(capsys):
+    with reading(quiet=False, what="tokens") as report:
+        report(1, 2)
+    assert capsys.readouterr().err == ""

@@ -143,6 +143,19 @@ def test_a_world_that_does_not_fit_is_refused():
         small(64, pipeline={"num_microbatches": 8})
 
 
+def test_a_tokenizer_gives_way_to_bytes(tmp_path):
+    from tests.data.texts import write_tokenizer
+
+    data = {"tokenizer": str(write_tokenizer(tmp_path / "t.json")), "end_token": "</s>"}
+    model = {"name": "llama", "preset": "tiny", "vocab_size": 65536}
+    data |= {"packing": "isolated"}
+    small = shrink(resolve_config({"model": model, "data": data}))
+    assert (small.config.data.tokenizer, small.config.data.end_token) == ("bytes", None)
+    assert small.config.data.packing == "isolated"
+    assert small.config.model.hyper_parameters["vocab_size"] < 4096
+    assert small.changes["data"]["tokenizer"] == (data["tokenizer"], "bytes")
+
+
 def test_torch_is_not_imported():
     code = (
         "import sys; from paralign.config import load_config, shrink\n"

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 
 import pytest
 import torch
@@ -115,3 +116,21 @@ def test_going_on_with_other_data_is_refused(tmp_path):
     (tmp_path / "text" / "000").write_bytes(bytes(70))
     with pytest.raises(ConfigError, match=r"the files of data\.source=.* have changed"):
         run(packed(tmp_path, train={"steps": 3}))
+
+
+@pytest.mark.ranks
+def test_an_older_checkpoint_goes_on_and_token_files_may_move(tmp_path):
+    plain = training_config(tmp_path / "old", train={"steps": 2})
+    run(plain)
+    state = newest(plain).path / "state.json"
+    saved = json.loads(state.read_text())
+    for key in ("packing", "end_token", "token_dir"):
+        del saved["config"]["data"][key]
+    del saved["rows_served"], saved["config"]["validation"]
+    state.write_text(json.dumps(saved))
+    [end], _ = run(training_config(tmp_path / "old", train={"steps": 3}))
+    assert end.step == 3
+    run(packed(tmp_path, train={"steps": 2}))
+    moved = packed(tmp_path, train={"steps": 3}, data={"token_dir": str(tmp_path / "moved")})
+    [end], _ = run(moved)
+    assert end.step == 3

@@ -94,6 +94,8 @@ def _copy(config: RunConfig, small: Degrees) -> RunConfig:
         "context": _with(config.context, **context),
         "batch": _with(config.batch, global_batch=global_batch, seq_len=seq_len),
         "loss": _with(config.loss, chunks=chunks),
+        # A small vocabulary does not hold the tokens of a large tokenizer; bytes it does.
+        "data": _with(config.data, tokenizer="bytes", end_token=None),
     }
     return config.model_copy(update=changed)
 

@@ -41,6 +41,7 @@ from paralign.train.validate import validate
 # Sections of which every key decides what is trained; the others say only how.
 _SAME = ("model", "batch", "data", "optimizer", "schedule")
 _SAME_TRAIN = ("seed", "accumulate")
+_WHERE = {("data", "token_dir")}  # does not decide what is read there
 
 Say = Callable[[str], None]
 
@@ -282,11 +283,15 @@ class TrainingRun:
     def _check_same(self, checkpoint: Checkpoint, state: Mapping[str, Any]) -> None:
         """Raise unless the checkpoint is of the same training run, on whatever mesh."""
         ours, theirs = self._config.model_dump(mode="json"), state["config"]
+        # An older checkpoint lacks keys that have come since, and has what their defaults say.
+        defaults = RunConfig().model_dump(mode="json")
         problems = [
             f"{section}.{key} was {then!r} and is {now!r}"
             for section, keys in [*((one, None) for one in _SAME), ("train", _SAME_TRAIN)]
             for key in keys or sorted({*ours[section], *theirs.get(section, {})})
-            if (now := ours[section].get(key)) != (then := theirs.get(section, {}).get(key))
+            if (now := ours[section].get(key))
+            != (then := theirs.get(section, {}).get(key, defaults[section].get(key)))
+            and (section, key) not in _WHERE
         ]
         then, now = theirs["train"]["steps"], ours["train"]["steps"]
         if then != now and ours["schedule"]["name"] != "constant":
