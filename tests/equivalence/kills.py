@@ -36,8 +36,8 @@ from tests.train.runs import newest, run, tensors_in, training_config
 
 MESH = {"pp": 2, "dp_shard": 2}
 STEPS = 24
-# Ranks meet and load for about a second, and then make some steps a second.
-LONGEST_S = 5.0
+EARLY = 0.3  # share of kills while ranks start, meet and load; the others are while they train
+LONGEST_S = 3.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +46,7 @@ class Kill:
 
     Attributes:
         rank: Who was killed.
-        seconds: When, after the ranks were started.
+        seconds: When, after the ranks were started, or after they had said something.
         doing: What the run had said last.
         partial: Whether a checkpoint was being written.
         complete: Step of the newest complete checkpoint that it left; 0: none.
@@ -62,21 +62,34 @@ class Kill:
 
 
 class Killer:
-    """Kills a random child of this process once, at a random moment."""
+    """Kills a random child of this process once, at a random moment.
+
+    The moment counts from the start of the ranks, or from the first thing they say.
+    """
 
     def __init__(self, random_numbers: random.Random) -> None:
         self.rank: int | None = None
+        self.is_early = random_numbers.random() < EARLY
         self.seconds = random_numbers.uniform(0.0, LONGEST_S)
         self._choice = random_numbers.random()
         self._timer = threading.Timer(self.seconds, self._kill)
+        self._is_started = False
+
+    def heard(self) -> None:
+        """Be told that the ranks have said something."""
+        if not self._is_started:
+            self._is_started = True
+            self._timer.start()
 
     def __enter__(self) -> Killer:
-        self._timer.start()
+        if self.is_early:
+            self.heard()
         return self
 
     def __exit__(self, *exception: object) -> None:
         self._timer.cancel()
-        self._timer.join()
+        if self._is_started:
+            self._timer.join()
 
     def _kill(self) -> None:
         children = sorted(multiprocessing.active_children(), key=lambda child: child.name)
@@ -101,11 +114,14 @@ def kill_until_done(config: RunConfig, random_numbers: random.Random) -> list[Ki
     folder = Path(config.train.dir) / "checkpoints"
     for _ in range(100 * STEPS):
         said: list[str] = []
-
-        def heard(rank: int, text: str, said: list[str] = said) -> None:
-            said.append(text)
-
         with Killer(random_numbers) as killer:
+
+            def heard(
+                rank: int, text: str, said: list[str] = said, killer: Killer = killer
+            ) -> None:
+                said.append(text)
+                killer.heard()
+
             try:
                 run_ranks(
                     run_local_rank,

@@ -45,6 +45,12 @@ def judge_routing(report: Report, trace: Path) -> None:
     if not report.routing.failing:
         return
     first = report.routing.failing[0]
+    if report.verdict == ALIGNED and not report.routing.replayed:
+        # Tokens went where they chose, and neither loss nor any gradient is off: it was padding.
+        report.notes.append(
+            f"{describe_router(first)}; loss and every gradient agree, so nothing depends on it"
+        )
+        return
     if report.verdict == ALIGNED:
         report.verdict = MISALIGNED
         report.why = f"first out of budget: {describe_router(first)}"

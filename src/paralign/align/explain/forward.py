@@ -271,7 +271,7 @@ def prove_other_scale_per_token(context: Context, item: Compared) -> Proof | Non
             error = math.hypot(error, float(torch.linalg.vector_norm(x - scale[..., None] * r)))
             norm = math.hypot(norm, float(torch.linalg.vector_norm(x)))
     left = error / norm if norm else math.inf
-    if not proves(item, left):
+    if not proves(item, left) or not low > 0.0:  # what is zero was not normalised at all
         return None
     return Proof(
         DIFFERENT_CONFIG,

@@ -61,7 +61,7 @@ def explain(context: Context) -> list[Finding]:
         context.found += explain_router_biases(context, step) or explain_optimizer(context, step)
         if len(context.found) > begin:
             if step > min(context.steps):
-                _carried_over(context.found[begin:], step)
+                _carried_over(context, context.found[begin:], step)
             break  # later steps follow from this one
     found = context.found[len(context.facts) :]
     for finding in found:
@@ -77,15 +77,17 @@ def _join_norms(context: Context, norms: list[Finding], clipping: list[Finding])
             context.found.remove(finding)
 
 
-def _carried_over(findings: list[Finding], step: int) -> None:
+def _carried_over(context: Context, findings: list[Finding], step: int) -> None:
     """Say of what nothing explains that the step before left something else behind.
 
     All of that step was right, up to the parameters after it, so what was carried over is suspect.
-    No corrected tensor shows it, so it is a candidate and the cause stays unknown.
+    No corrected tensor shows it, so it is a candidate and the cause stays unknown. Ranks whose own
+    tokens are right have not left it behind.
     """
     for finding in findings:
         computed = finding.component in ("forward", "backward", "optimizer")
         if computed and finding.cause == "unknown":
+            finding.axes = finding.axes or _axes_of_what_is_off(context, finding, step)
             finding.candidates = [
                 str(Candidate("state", STALE, tuple(finding.axes))),
                 str(Candidate(finding.component, "unknown", tuple(finding.axes))),
@@ -150,6 +152,17 @@ def _not_from_forward(context: Context, gradients: list[Finding]) -> list[Findin
         for finding in gradients
         if finding.cause != MISSING_REDUCTION or not finding.axes or set(finding.axes) - forward
     ]
+
+
+def _axes_of_what_is_off(context: Context, finding: Finding, step: int) -> list[str]:
+    """Return the axes that tell ranks whose part is off from those whose part is right."""
+    for item in context.failing(Kind.OUTPUT, step):
+        if item.row.label == finding.tensor:
+            holders = {piece.rank for held in item.side.replicas.values() for piece in held}
+            return context.mesh.named(
+                context.mesh.coordinates_that_tell(item.row.ranks_off, sorted(holders))
+            )
+    return []
 
 
 def _locate(context: Context, finding: Finding) -> None:

@@ -40,6 +40,25 @@ def _cutting_axes(context: Context, name: str) -> list[str]:
     return context.mesh.named(context.mesh.axes_of(list(holders.values())))
 
 
+def _mixed_up_axes(context: Context, remap: Remap) -> list[str]:
+    """Return the axes along which ranks are away from those whose parts they hold."""
+    name, pairing = remap.tensors[0], context.parallel.pairing
+    held = {
+        index.rank: entry
+        for index in context.trace.ranks
+        for entry in index.tensors
+        if entry.kind == Kind.PARAM and entry.name == name
+    }
+    axes: set[str] = set()
+    for rank in remap.ranks:
+        places = pairing.places(rank, held[rank]) if pairing and rank in held else None
+        owners = [peer for peer in held if places and held[peer].map == places[0].map]
+        ways = sorted((context.mesh.axes_of((rank, owner)) for owner in owners), key=len)
+        axes |= set(ways[0]) if ways else set()
+    between = context.mesh.named([axis for axis in context.mesh.live if axis in axes])
+    return between or _cutting_axes(context, name)
+
+
 def _finding(context: Context, remap: Remap, axes: list[str]) -> Finding:
     is_order = remap.holds == remap.expected
     advice = (
@@ -53,9 +72,7 @@ def _finding(context: Context, remap: Remap, axes: list[str]) -> Finding:
     )
     if is_order:
         # They hold each other's parts, so they were mixed up along what they differ in.
-        between = context.mesh.named(context.mesh.axes_of(remap.ranks))
-        axes = _cutting_axes(context, remap.tensors[0]) if remap.tensors else []
-        axes = between if between and set(between) <= set(axes) else axes
+        axes = _mixed_up_axes(context, remap) if remap.tensors else []
     return Finding(
         component="weights",
         cause=PERMUTED_SHARDS if is_order else WRONG_LAYER,

@@ -117,7 +117,7 @@ def gradients_into_the_stream_are_not_summed_over_tp(run: FaultRun) -> None:
     run.patch(Region, "enter", enter)
 
 
-@fault(needs={"tp", "latent"}, component="backward", axes={"tp"}, cause="double_reduction")
+@fault(needs={"tp", "latent"}, component="reduction", axes={"tp"}, cause="double_reduction")
 def rotary_key_gradients_are_summed_twice(run: FaultRun) -> None:
     """What all heads give to the shared rotary key is summed over tp by two layers of code."""
     group = run.mesh["tp"].get_group()
