@@ -116,7 +116,7 @@ def test_where_none_is_expected_the_rate_of_all_routers_counts(tmp_path):
     assert judged(lone, [quiet]).verdict == MISALIGNED
 
 
-def test_in_float64_every_choice_must_be_the_reference_s(tmp_path):
+def test_in_float64_choices_are_judged_by_what_follows_from_them(tmp_path):
     row = counted(expected=0, own_error=0.0, error=1.0, flipped=0)
     report = judged(tmp_path, [row], dtype="float64")
     assert report.verdict == ALIGNED  # scores are judged by what follows from them
@@ -124,7 +124,9 @@ def test_in_float64_every_choice_must_be_the_reference_s(tmp_path):
     other = tmp_path / "other"
     other.mkdir()
     report = judged(other, [row | {"flipped": 1}], dtype="float64")
-    assert report.verdict == MISALIGNED
+    # Nothing was replayed, and loss and gradients agree: padding may go anywhere.
+    assert (report.verdict, report.findings) == (ALIGNED, [])
+    assert "nothing depends on it" in report.notes[-1]
     assert "router choices: 1 of 1,000 (0.10%) are not the reference's" in shown(report)
 
 

@@ -104,7 +104,7 @@ class RouterRow:
     eps: float
     """Distance of the scores that experts are selected by from the truth's, as of tensors."""
     budget_eps: float | None
-    """None: not gated, as in float64, where the choices themselves must be equal."""
+    """None: not gated, as in float64, where tokens go where they choose, and what follows shows."""
     ok: bool
     ranks_off: list[int] = field(default_factory=list)
     """Ranks whose own tokens are out of either budget."""
