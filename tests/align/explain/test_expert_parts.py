@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
 import torch
 from torch import Tensor
 
@@ -11,7 +15,9 @@ from paralign.align.explain.expert_parts import (
     _met_others,
     _no_room,
     _not_combined,
+    prove_other_weights,
 )
+from paralign.layout import Box, whole
 
 CHOICES = torch.tensor([[0, 1], [0, 3], [2, 3], [1, 0], [3, 0], [2, 1]])
 OWN = {0: (0, 2), 1: (2, 4)}  # experts of two ranks
@@ -58,3 +64,46 @@ def test_tokens_that_are_all_off_and_have_something_met_others():
     assert proof.separate_by is not None
     assert _met_others(tokens(everyone), {}) is None
     assert _met_others(tokens(everyone, is_zero=everyone), OWN) is None
+
+
+def held(values: Tensor) -> Any:
+    def read(box: Box) -> Tensor:
+        at = tuple(slice(a, a + n) for a, n in zip(box.start, box.shape, strict=True))
+        return values[at]
+
+    return SimpleNamespace(
+        rank=0, map=whole(values.shape), shape=values.shape, read=read, fetch=read
+    )
+
+
+def output(name: str, due: Tensor, made: Tensor, *, ok: bool = False) -> Any:
+    return SimpleNamespace(
+        row=SimpleNamespace(name=name, ok=ok),
+        moment=SimpleNamespace(step=0),
+        base=held(due),
+        side=SimpleNamespace(replicas={0: [held(made)]}),
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "right_choices", "divided_by", "is_proven"),
+    [
+        ("ffn.router[1]", True, 0.8, True),
+        ("ffn.router[1]", False, 0.8, False),  # other experts have other weights
+        ("ffn.experts", True, 0.8, False),
+        ("ffn.router[1]", True, 1.0, False),  # they add up to one here too, and differ otherwise
+    ],
+)
+def test_weights_that_add_up_in_the_reference_alone(name, right_choices, divided_by, is_proven):
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.rand(2, 5, 3, generator=generator, dtype=torch.float64)
+    due = scores / scores.sum(-1, keepdim=True)
+    made = scores / scores.sum(-1, keepdim=True) ** divided_by
+    item = output(name, due, made.roll(1, -1))
+    choices = output("ffn.router[0]", due, due, ok=right_choices)
+    context: Any = SimpleNamespace(judged=lambda kind, step: [choices, item])
+    proof = prove_other_weights(context, item)
+    assert (proof is not None) is is_proven
+    if proof is not None:
+        assert (proof.cause, proof.axes) == ("different_config", ())
+        assert "add up to 1 in the reference" in proof.text

@@ -31,6 +31,9 @@ from paralign.align.verdict import Finding
 from paralign.layout import boxes
 
 CHOICES = "[0]"
+WEIGHTS = "[1]"
+_SAME_TOTAL = 1e-6  # float32 weights that add up to one, or to the routed scaling
+_OTHER_TOTAL = 1e-3
 _WHOLE = ("int64", "int32", "int16", "int8", "uint8")
 
 
@@ -241,6 +244,38 @@ def prove_other_choices(context: Context, step: int) -> Finding | None:
     )
 
 
+def prove_other_weights(context: Context, item: Compared) -> Proof | None:
+    """Return the proof that a router's weights add up to one number in the reference alone.
+
+    Nothing was corrected: without the scores of all experts there is nothing to make them from.
+    """
+    name = item.row.name
+    chosen = {o.row.name: o for o in context.judged(Kind.OUTPUT, item.moment.step)}
+    beside = chosen.get(name.removesuffix(WEIGHTS) + CHOICES)
+    if not name.endswith(WEIGHTS) or beside is None or not beside.row.ok:
+        return None
+    due = all_of(item.base).sum(-1)
+    total = float(due.mean())
+    if not float((due - total).abs().max()) <= _SAME_TOTAL * abs(total):
+        return None
+    low, high = math.inf, -math.inf
+    for pieces in item.side.replicas.values():
+        for piece in pieces:
+            for box in boxes(piece.map):
+                made = piece.read(box).sum(-1)
+                low, high = min(low, float(made.min())), max(high, float(made.max()))
+    if not high - low > _OTHER_TOTAL * abs(total):
+        return None
+    return Proof(
+        "different_config",
+        math.nan,
+        key=("different_config", "weights of experts"),
+        detail={"due": total, "least": low, "largest": high},
+        text=f"The weights of a token's experts add up to {total:.6g} in the reference, and here "
+        f"to {low:.6g} to {high:.6g}: they are normalised in another way, or not at all.",
+    )
+
+
 def explain_balance(context: Context, step: int, losses: Sequence[Finding]) -> list[Finding] | None:
     """Return one finding where what is off is the loss that balances experts.
 
@@ -259,7 +294,7 @@ def explain_balance(context: Context, step: int, losses: Sequence[Finding]) -> l
     grads = {item.row.name: item for item in context.judged(Kind.GRAD, step)}
     outer = {item.row.name: item for item in context.judged(Kind.OUTPUT_GRAD, step)}
     for router in routers[::-1]:  # the last one is the first that the backward pass comes to
-        weights = outer.get(f"{router}[1]")
+        weights = outer.get(f"{router}{WEIGHTS}")
         own = [item for name, item in grads.items() if name.startswith(f"{router}.")]
         if weights is None or not own:
             return None

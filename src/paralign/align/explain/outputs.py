@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from paralign.align.explain.calls import prove_other_calls, prove_other_order
 from paralign.align.explain.candidates import Candidate
 from paralign.align.explain.context import Context
-from paralign.align.explain.expert_parts import prove_other_choices
+from paralign.align.explain.expert_parts import prove_other_choices, prove_other_weights
 from paralign.align.explain.forward import DIFFERENT_CONFIG, prove_output, stage_axes
 from paralign.align.explain.positions import error_by_position
 from paralign.align.explain.precision import PRECISION
@@ -54,6 +54,7 @@ def explain_outputs(context: Context, step: int) -> list[Finding]:
             proof = (
                 prove_other_calls(context, item)
                 or prove_other_order(context, item)
+                or prove_other_weights(context, item)
                 or prove_output(context, item)
                 or _differing(context, item)
                 or _by_position(context, item)
