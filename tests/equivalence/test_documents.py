@@ -77,7 +77,10 @@ def test_one_device_computes_what_each_document_alone_gives(text, name):
 
 
 MESHES: dict[str, dict[str, Any]] = {
-    "ulysses": {"mesh": {"cp": 4}},
+    "ulysses and tp, recomputed": {
+        "mesh": {"cp": 2, "tp": 2},
+        "recompute": {"parts": ["attention.core", "*_norm", "attention.project"]},
+    },
     "gathered and balanced, with pp": {
         "mesh": {"pp": 2, "cp": 2},
         "context": {"ulysses_degree": 1, "load_balance": True},
@@ -86,9 +89,9 @@ MESHES: dict[str, dict[str, Any]] = {
         "mesh": {"cp": 4},
         "context": {"ulysses_degree": 2, "load_balance": True},
     },
-    "tp, cp and fsdp, recomputed": {
+    "tp, cp, gathered and balanced, and fsdp": {
         "mesh": {"dp_shard": 2, "cp": 2, "tp": 2},
-        "recompute": {"parts": ["attention.core", "*_norm", "attention.project"]},
+        "context": {"ulysses_degree": 1, "load_balance": True},
     },
     "tp without sequence parallel, blocks recomputed": {
         "mesh": {"tp": 2, "pp": 2},
@@ -102,12 +105,12 @@ MESHES: dict[str, dict[str, Any]] = {
         "fsdp": {"wrap": "root"},
     },
 }
-LONG = {"hybrid and balanced", "virtual stages", "tp without sequence parallel, blocks recomputed"}
+DEFAULT = {"ulysses and tp, recomputed", "gathered and balanced, with pp"}
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.long if n in LONG else ()) for n in MESHES]
+    "name", [pytest.param(n, marks=() if n in DEFAULT else pytest.mark.long) for n in MESHES]
 )
 def test_every_mesh_computes_what_one_device_does(text, name):
     check(make_config(data=text, **MESHES[name]))
@@ -126,12 +129,12 @@ def judge(text, tmp_path_factory):
     """Return what says how a run is judged that is broken in the way of a name."""
     folder = tmp_path_factory.mktemp("broken")
     config = make_config(
-        data=text, mesh={"pp": 2, "cp": 2}, context={"ulysses_degree": 1, "load_balance": True}
+        data=text, mesh={"cp": 2}, context={"ulysses_degree": 1, "load_balance": True}
     )
     run_ranks(run_reference, 1, config, numerics("float64", config), folder / "reference")
 
     def run(name: str) -> Any:
-        run_ranks(run_broken, 4, name, config, folder / name)
+        run_ranks(run_broken, 2, name, config, folder / name)
         return compare(folder / "reference", folder / name)
 
     return run

@@ -111,7 +111,7 @@ def test_virtual_stages_are_passed_in_order(tmp_path, schedule):
             {"fsdp": {"reshard_after_forward": False}},
             marks=pytest.mark.long,
         ),
-        ({"dp_shard": 2, "tp": 2, "ep": 2}, EXPERTS),
+        ({"dp_shard": 2, "ep": 2}, EXPERTS),
     ],
     ids=["dense", "experts"],
 )
