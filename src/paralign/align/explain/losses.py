@@ -15,6 +15,7 @@ from paralign.align.explain.candidates import (
 )
 from paralign.align.explain.context import Context
 from paralign.align.explain.factors import CONSTANT_FACTOR, named_factor
+from paralign.align.explain.own_vocabulary import explain_own_vocabulary
 from paralign.align.trace import Kind, ScalarEntry
 from paralign.align.verdict import Finding, TensorRow
 
@@ -99,6 +100,9 @@ def explain_loss(context: Context, step: int) -> list[Finding]:
         return [padded]
     if factor is not None:
         return [_scaled(context, row, factor)]
+    own = explain_own_vocabulary(context, step, row)
+    if own is not None:
+        return [own]
     finding = _finding(row, "loss", UNKNOWN, None)
     finding.fix += " The gradients below tell which part of the model the difference comes from."
     return [finding]
@@ -106,26 +110,37 @@ def explain_loss(context: Context, step: int) -> list[Finding]:
 
 def _over_all_tokens(context: Context, step: int, row: TensorRow) -> Finding | None:
     """Return the finding that the sum over valid tokens was divided by all of them, if it was."""
-    tokens = context.scalar("tokens", step)
-    run = {**context.trace.facts.run, **context.reference.reader.facts.run}
-    rows, length = run.get("global_batch"), run.get("seq_len")
-    if tokens is None or tokens.worst_values is None or row.scale is None:
+    counted = valid_and_all(context, step)
+    if counted is None or row.scale is None or row.budget_eps is None:
         return None
-    if not isinstance(rows, int) or not isinstance(length, int) or row.budget_eps is None:
-        return None
-    valid, everything = tokens.worst_values[0], rows * length
-    if not 0 < valid < everything:
-        return None
-    factor = Fraction(int(valid), everything)
+    factor = Fraction(*counted)
     left = abs(row.scale / float(factor) - 1) * _per_eps(row)
     if not left <= max(row.budget_eps, 1.0):
         return None
     finding = _finding(row, "loss", TOKEN_WEIGHTING, factor)
-    finding.fix += (
-        f" It is divided by all {everything} tokens, {everything - int(valid)} masked ones too: "
-        f"divide by the {int(valid)} valid ones."
-    )
+    finding.fix += f" {divided_by_all(*counted)}"
     return finding
+
+
+def valid_and_all(context: Context, step: int) -> tuple[int, int] | None:
+    """Return how many tokens of the global batch are valid, and how many it has; None: all are."""
+    tokens = context.scalar("tokens", step)
+    run = {**context.trace.facts.run, **context.reference.reader.facts.run}
+    rows, length = run.get("global_batch"), run.get("seq_len")
+    if tokens is None or tokens.worst_values is None:
+        return None
+    if not isinstance(rows, int) or not isinstance(length, int):
+        return None
+    valid, everything = int(tokens.worst_values[0]), rows * length
+    return (valid, everything) if 0 < valid < everything else None
+
+
+def divided_by_all(valid: int, everything: int) -> str:
+    """Say what was divided by, and what to divide by."""
+    return (
+        f"It is divided by all {everything} tokens, {everything - valid} masked ones too: divide "
+        f"by the {valid} valid ones."
+    )
 
 
 def _reported(

@@ -110,7 +110,8 @@ def _loss_and_gradients(context: Context, step: int) -> list[Finding]:
     gradients = explain_gradients(context, Kind.GRAD, step)
     if not context.upstream and not losses:
         gradients = _from_outputs(context, step, gradients)
-    if not context.upstream and not losses:
+    # A loss that balances experts besides is no multiple of the reference's as a whole.
+    if not context.upstream and all(finding.cause == "unknown" for finding in losses):
         gradients = from_the_loss(context, step, gradients)
     joined = one_factor(losses, gradients)
     if joined is not None:

@@ -47,16 +47,48 @@ def explain_output_grads(context: Context, step: int) -> list[Finding]:
         if on_one_rank(context, [(first, proof)]):
             return [single_finding(context, [(first, proof)], "backward")]
         return [finding_of([(first, proof)], "backward", _told(first))]
+    return [_unknown(context, first)]
+
+
+def _unknown(context: Context, first: Compared) -> Finding:
+    """Say where it begins; slices that tp gathers for their use may lack the sum of its ranks."""
     row = first.row
-    return [
-        Finding(
-            component="backward",
-            cause="unknown",
-            tensor=row.name,
-            evidence={**evidence(first, None), "ranks": row.ranks_off, "step": row.step},
-            fix=f"{_told(first)} Compare the backward of what uses it.",
+    finding = Finding(
+        component="backward",
+        cause="unknown",
+        tensor=row.name,
+        evidence={**evidence(first, None), "ranks": row.ranks_off, "step": row.step},
+        fix=f"{_told(first)} Compare the backward of what uses it.",
+    )
+    if axes := _cut_over_tp(context, first):
+        over = " x ".join(axes)
+        finding.candidates = [
+            str(Candidate("backward", MISSING_REDUCTION, axes, "gathered, and not summed again")),
+            str(Candidate("backward", "unknown", (), "what uses it computes something else")),
+        ]
+        finding.separate_by = f"run again with {over} of size 1: a missing sum goes"
+        finding.fix += (
+            f" Each rank of {over} has a slice of it: where it is gathered for its use, the "
+            "backward sums the ranks' gradients and hands each its slice (a reduce-scatter)."
+        )
+    return finding
+
+
+def _cut_over_tp(context: Context, item: Compared) -> tuple[str, ...]:
+    """Return the axis of tensor parallelism if its ranks hold different parts of the tensor."""
+    maps = {piece.rank: piece.map for pieces in item.side.replicas.values() for piece in pieces}
+    found = [
+        axis
+        for axis in context.mesh.live
+        if role_of(axis) == "tp"
+        if any(
+            maps[peer] != maps[rank]
+            for rank in maps
+            for peer in context.mesh.peers(rank, [axis])
+            if peer in maps
         )
     ]
+    return tuple(context.mesh.named(found))
 
 
 def _told(item: Compared) -> str:

@@ -6,7 +6,9 @@ outputs as they are; a loss that is divided once too often divides the very firs
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from fractions import Fraction
 
 from paralign.align.explain.candidates import (
     Candidate,
@@ -18,6 +20,7 @@ from paralign.align.explain.candidates import (
 from paralign.align.explain.context import Context
 from paralign.align.explain.expert_parts import CHOICES
 from paralign.align.explain.factors import CONSTANT_FACTOR, factor_of, prove_factor
+from paralign.align.explain.losses import TOKEN_WEIGHTING, divided_by_all, valid_and_all
 from paralign.align.explain.proof import finding_of
 from paralign.align.trace import Kind
 from paralign.align.verdict import Finding
@@ -46,6 +49,11 @@ def from_the_loss(context: Context, step: int, gradients: Sequence[Finding]) -> 
     proof = prove_factor(context, first)
     if proof is None or str(proof.detail["factor"]) != str(factor):
         return kept
+    counted = valid_and_all(context, step)
+    if counted is not None and math.isclose(_number(factor), counted[0] / counted[1]):
+        proof.component, proof.cause = "loss", TOKEN_WEIGHTING
+        proof.text = f"The backward pass begins with it. {divided_by_all(*counted)}"
+        return [finding_of([(first, proof)], "loss", f"The gradient of {first.row.name} is off.")]
     named = factor_of(proof)
     sources = [] if named is None else sources_of(named, context.sizes)
     sources = [source for source in sources if context.mesh.is_named or "world" not in source]
@@ -69,3 +77,8 @@ def from_the_loss(context: Context, step: int, gradients: Sequence[Finding]) -> 
         f"batch. {scaled[0].evidence.get('tensors')} gradients have the same factor."
     )
     return [finding_of([(first, proof)], "loss", f"The gradient of {first.row.name} is off.")]
+
+
+def _number(factor: object) -> float:
+    """Return a factor that is told as a fraction or a decimal."""
+    return float(Fraction(str(factor)))
