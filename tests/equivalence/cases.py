@@ -256,32 +256,40 @@ class Digits:
         return choices[int.from_bytes(digest, "big") % len(choices)]
 
 
-def cover(cases: Sequence[Case]) -> list[Case]:
+def cover(cases: Sequence[Case], *, most_ranks: int | None = None) -> list[Case]:
     """Choose cases greedily until every pair of choices that occurs at all has been taken.
 
     The triples of FSDP, pp and cp with every schedule and with every grouping count as pairs do.
+
+    Args:
+        cases: To choose from.
+        most_ranks: Degrees from this one on are one choice: with 2, an axis is used or it is not.
     """
-    missing = {pair for case in cases for pair in combinations(case)}
+    made = [combinations(case, most_ranks) for case in cases]
+    missing = set[tuple[object, ...]]().union(*made)
     # Most new pairs first. A number in the heap is never too small: pairs only go missing less.
-    heap = [(-len(combinations(case)), number) for number, case in enumerate(cases)]
+    heap = [(-len(pairs), number) for number, pairs in enumerate(made)]
     heapq.heapify(heap)
     chosen = []
     while missing:
         _, number = heapq.heappop(heap)
-        case = cases[number]
-        gain = len(combinations(case) & missing)
+        gain = len(made[number] & missing)
         if heap and -gain > heap[0][0]:
             heapq.heappush(heap, (-gain, number))
             continue
-        chosen.append(case)
-        missing -= combinations(case)
+        chosen.append(cases[number])
+        missing -= made[number]
     return chosen
 
 
-def combinations(case: Case) -> set[tuple[object, ...]]:
+def combinations(case: Case, most_ranks: int | None = None) -> set[tuple[object, ...]]:
     """Return the pairs of choices of a case, and its triple of mesh, schedule and grouping."""
-    choices = tuple(enumerate(astuple(case)))
+    num_axes = len(case.degrees)  # the first of the fields
+    choices = [
+        (number, min(value, most_ranks) if most_ranks and number < num_axes else value)
+        for number, value in enumerate(astuple(case))
+    ]
     pairs: set[tuple[object, ...]] = set(itertools.combinations(choices, 2))
-    if min(case.pp, case.dp_shard, case.cp) > 1:
+    if most_ranks is None and min(case.pp, case.dp_shard, case.cp) > 1:
         pairs |= {("triple", case.schedule, case.wrap)}
     return pairs

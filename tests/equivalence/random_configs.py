@@ -43,12 +43,12 @@ def draw(numbers: random.Random) -> tuple[Sections, str | None]:
     sections: Sections = {
         "mesh": _mesh(numbers),
         "pipeline": {
-            "schedule": numbers.choice(sorted(SCHEDULES)),
-            "num_microbatches": numbers.choice((1, 2, 3, 4, 4, 8)),
+            "schedule": numbers.choice((*sorted(SCHEDULES), "GPipe", "1F1B", "1F1B")),
+            "num_microbatches": numbers.choice((1, 2, 2, 4, 4, 3)),
         },
         "batch": {
-            "global_batch": numbers.choice((4, 6, 8, 8, 12, 16, 16, 24)),
-            "seq_len": numbers.choice((8, 12, 16, 24)),
+            "global_batch": numbers.choice((12, 16, 24, 48, 48)),
+            "seq_len": numbers.choice((12, 16, 24, 24)),
         },
         "data": {"padding": numbers.choice((0.0, 0.25, 0.6))},
         "fsdp": {"wrap": numbers.choice(("blocks", "root", [["layers.0", "layers.1"], ["head"]]))},
@@ -87,20 +87,20 @@ def _mesh(numbers: random.Random) -> dict[str, int]:
     axes = ["pp", "dp_replicate", "dp_shard", "cp", "tp"]
     numbers.shuffle(axes)
     for axis in axes:
-        degree = numbers.choice((1, 1, 2, 2, 3, 4))
+        degree = numbers.choice((1, 1, 1, 2, 2, 2, 3, 4))
         if degree <= left:
             mesh[axis] = degree
             left //= degree
-    if numbers.random() < 0.3:
+    if numbers.random() < 0.15:
         mesh["ep"] = numbers.choice((2, 2, 4))
     return mesh
 
 
 def _common(numbers: random.Random) -> dict[str, Any]:
     return {
-        "num_layers": numbers.choice((2, 3, 4, 4, 8)),
-        "hidden_size": numbers.choice((16, 24, 32)),
-        "ffn_hidden_size": numbers.choice((16, 24, 32, 48)),
+        "num_layers": numbers.choice((3, 4, 4, 8, 8)),
+        "hidden_size": numbers.choice((24, 32, 48)),
+        "ffn_hidden_size": numbers.choice((24, 32, 48)),
         "bias": numbers.random() < 0.3,
         "tie_embeddings": numbers.random() < 0.2,
         "init_std": 0.2,
@@ -108,7 +108,7 @@ def _common(numbers: random.Random) -> dict[str, Any]:
 
 
 def _llama(numbers: random.Random) -> dict[str, Any]:
-    heads = numbers.choice((2, 4, 4, 6))
+    heads = numbers.choice((4, 4, 8, 6))
     kv_heads = numbers.choice((1, 2, heads))
     sizes = {"num_heads": heads, "num_kv_heads": kv_heads}
     return {"name": "llama", "preset": "tiny", **_common(numbers), **sizes}
@@ -120,7 +120,7 @@ def _mixtral(numbers: random.Random) -> dict[str, Any]:
 
 def _pangu(numbers: random.Random) -> dict[str, Any]:
     narrow = {"q_lora_rank": 16, "kv_lora_rank": 12, "qk_nope_head_dim": 8}
-    narrow |= {"qk_rope_head_dim": 4, "v_head_dim": 8, "num_heads": numbers.choice((2, 4))}
+    narrow |= {"qk_rope_head_dim": 4, "v_head_dim": 8, "num_heads": numbers.choice((4, 8))}
     experts = {**_experts(numbers), "shared_hidden_size": numbers.choice((8, 16))}
     return {"name": "pangu_moe", "preset": "tiny", **_common(numbers), **narrow, **experts}
 
