@@ -96,7 +96,10 @@ def check_cases(mesh: str, cases: list[Case]) -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("mesh", CASES)
+@pytest.mark.parametrize(
+    "mesh",
+    [m if m == "cp tp ep4" else pytest.param(m, marks=pytest.mark.long) for m in CASES],
+)
 def test_every_gradient_parameter_and_router_bias_is_that_of_one_device(mesh):
     check_cases(mesh, CASES[mesh])
 

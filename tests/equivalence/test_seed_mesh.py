@@ -32,7 +32,7 @@ def configs(model, part):
     ("model", "part"),
     [
         ("llama", 0),
-        ("pangu_moe", 1),
+        pytest.param("pangu_moe", 1, marks=pytest.mark.long),
         pytest.param("llama", 1, marks=pytest.mark.long),
         pytest.param("pangu_moe", 0, marks=pytest.mark.long),
     ],

@@ -205,7 +205,7 @@ def configs(mesh: str, chunks: int = 3) -> list[RunConfig]:
     return made if "tp" in sizes else [*made, made[0].model_copy(update=OWN)]
 
 
-DAILY = {"pp tp", "dp_shard cp"}
+DAILY = {"pp tp"}
 
 
 @pytest.mark.ranks

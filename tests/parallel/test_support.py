@@ -314,6 +314,7 @@ def worst_gradients(configs: list[RunConfig]) -> list[float]:
 
 
 @pytest.mark.ranks
+@pytest.mark.long
 def test_units_that_are_freed_under_a_zero_bubble_do_get_wrong_gradients():
     cases = [(name, reshard) for name in ZERO_BUBBLE for reshard in (True, None, False)]
     errors = worst_gradients([zero_bubble(*case) for case in cases])

@@ -237,8 +237,8 @@ def named(counts: Counts, config: RunConfig) -> Counts:
     return renamed
 
 
-# Every kind of traffic is in one of these; the others mix them.
-DAILY = {"pp dp_shard cp", "cp tp", "one rank", "dp_shard tp ep"}
+# The others mix the kinds of traffic, and have those of a pipeline.
+DAILY = {"cp tp", "one rank", "dp_shard tp ep"}
 
 
 @pytest.mark.ranks

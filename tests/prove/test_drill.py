@@ -112,6 +112,7 @@ BARS = {
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "drill"
 
 
+@pytest.mark.long
 def test_faults_on_an_example_are_caught_and_right(tmp_path):
     names = [
         "same_rows_on_every_replica",

@@ -35,7 +35,7 @@ def test_a_plan_is_judged_in_the_dtype_that_is_compared():
     "example",
     [
         "hsdp",
-        "zero_bubble",
+        pytest.param("zero_bubble", marks=pytest.mark.long),
         pytest.param("pp_fsdp_cp", marks=pytest.mark.long),  # is .ci/run's last step
         pytest.param("pangu_dense", marks=pytest.mark.long),
         pytest.param("pangu_moe_pp_fsdp_cp", marks=pytest.mark.long),
@@ -89,6 +89,7 @@ def test_tied_copies_on_two_stages_are_both_compared(tmp_path):
 
 
 @pytest.mark.ranks
+@pytest.mark.long
 def test_own_model_of_the_examples_is_aligned(monkeypatch):
     monkeypatch.chdir(ROOT)
     report = align(load_config("examples/own_model.yaml", ()))

@@ -50,7 +50,7 @@ def _damage(kind: str, path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
-        ("missing", "cannot be read"),
+        pytest.param("missing", "cannot be read", marks=pytest.mark.long),
         pytest.param("short", "bytes instead of", marks=pytest.mark.long),
         ("flipped", "has changed"),
     ],

@@ -72,6 +72,7 @@ def test_experts_and_router_biases_are_trained_saved_and_loaded_on_any_mesh(tmp_
     assert all(line["loss_parts"]["balance"] > 0 for line in read_metrics(tmp_path / "two"))
 
 
+@pytest.mark.long
 def test_bfloat16_keeps_float32_weights_and_goes_on_bitwise(tmp_path):
     low = {
         "precision": {"compute": "bfloat16", "reduce": "float32", "residual": "float32"},
@@ -124,7 +125,11 @@ def test_a_run_in_two_parts_is_bitwise_the_run_in_one(tmp_path):
 
 @pytest.mark.parametrize(
     "mesh",
-    [{"tp": 2}, pytest.param({"cp": 2, "pp": 2}, marks=pytest.mark.long), {}],
+    [
+        {"tp": 2},
+        pytest.param({"cp": 2, "pp": 2}, marks=pytest.mark.long),
+        pytest.param({}, marks=pytest.mark.long),
+    ],
     ids=str,
 )
 def test_another_mesh_goes_on_with_the_same_bits(tmp_path, mesh):
