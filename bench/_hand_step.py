@@ -185,9 +185,10 @@ class _Ulysses(nn.Module):
         self._core = core
         self._group = group
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, mask: None, is_causal: bool) -> Tensor:
         q, k, v = _Exchange.apply(self._group, 1, 2, q, k, v)  # type: ignore[no-untyped-call]
-        (out,) = _Exchange.apply(self._group, 2, 1, self._core(q, k, v))  # type: ignore[no-untyped-call]
+        core = self._core(q, k, v, mask=mask, is_causal=is_causal)
+        (out,) = _Exchange.apply(self._group, 2, 1, core)  # type: ignore[no-untyped-call]
         result: Tensor = out
         return result
 

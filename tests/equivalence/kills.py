@@ -101,9 +101,9 @@ class Killer:
                 self.rank = number
 
 
-def config_of(folder: Path) -> RunConfig:
+def config_of(folder: Path, steps: int) -> RunConfig:
     """Return the run: some steps a second, a checkpoint after each, in the background."""
-    train = {"steps": STEPS, "save_every": 1, "log_every": 1, "keep": 2}
+    train = {"steps": steps, "save_every": 1, "log_every": 1, "keep": 2}
     return training_config(folder, mesh=MESH, train=train)
 
 
@@ -112,7 +112,7 @@ def kill_until_done(config: RunConfig, random_numbers: random.Random) -> list[Ki
     kills: list[Kill] = []
     left: Kill | None = None
     folder = Path(config.train.dir) / "checkpoints"
-    for _ in range(100 * STEPS):
+    for _ in range(100 * config.train.steps):
         said: list[str] = []
         with Killer(random_numbers) as killer:
 
@@ -164,20 +164,20 @@ def _started_at(said: Sequence[str]) -> int:
     return next((int(text[-8:]) for text in said if text.startswith("going on from")), 0)
 
 
-def study(folder: Path, num_kills: int, seed: int) -> Iterator[Kill]:
-    """Yield kills of one run after the other, each compared with the calm one at its end.
+def study(folder: Path, num_kills: int, seed: int, *, steps: int = STEPS) -> Iterator[Kill]:
+    """Yield kills of one run of ``steps`` after the other, each compared with the calm one.
 
     Raises:
         AssertionError: A run went on from another step than the newest complete one, or ended
             otherwise than the calm run.
     """
     random_numbers = random.Random(seed)
-    calm = config_of(folder / "calm")
+    calm = config_of(folder / "calm", steps)
     run(calm)
     due, losses = tensors_in(newest(calm)), _losses(calm)
     made = number = 0
     while made < num_kills:
-        config = config_of(folder / f"run{number}")
+        config = config_of(folder / f"run{number}", steps)
         for kill in kill_until_done(config, random_numbers):
             assert kill.went_on_from == kill.complete, kill
             made += 1

@@ -243,7 +243,7 @@ class _Watch:
     def _experts(self, _: nn.Module, args: tuple[Any, ...]) -> None:
         """Even load: how many rows a rank gets depends on the router."""
         x, indices = args[0], args[1]
-        values = indices.numel() * (INNER * self._width + OUTER * x.shape[1])
+        values = indices.numel() * (INNER * self._width + OUTER * x.shape[-1])
         apart = self._options.sequence_parallel or self._ledger.share > 1
         self._ledger.add(values * x.element_size() // (1 if apart else self._config.mesh.tp))
 

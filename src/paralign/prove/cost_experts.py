@@ -50,9 +50,9 @@ class ExpertWatch:
         self.calls.append(
             _Call(
                 layer=name,
-                num_tokens=x.shape[0],
+                num_tokens=math.prod(x.shape[:-1]),
                 token_bytes=_row_bytes(x),
-                top_k=indices.shape[1],
+                top_k=indices.shape[-1],
                 weights_bytes=_row_bytes(weights),
             )
         )
@@ -152,4 +152,4 @@ def _is_in(name: str, pieces: Sequence[str]) -> bool:
 
 
 def _row_bytes(x: Tensor) -> int:
-    return x.shape[1] * x.element_size()
+    return x.shape[-1] * x.element_size()
