@@ -343,8 +343,8 @@ def check_sum(
     assert min(float((share - total).norm() / total.norm()) for share in shares) > 1e-2
 
 
-# Each axis but pp is in one of these.
-DAILY = {"dp_replicate cp", "dp_shard tp ep"}
+# The others are long.
+DAILY = {"dp_replicate cp", "dp_shard cp ep"}
 
 
 @pytest.mark.ranks

@@ -215,6 +215,7 @@ PRECISIONS = {
 
 
 @pytest.mark.ranks
+@pytest.mark.long
 def test_every_precision_is_near_one_device_with_the_same_arithmetic():
     configs = [
         make_config(

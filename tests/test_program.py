@@ -352,7 +352,7 @@ WRAPS: dict[str, tuple[Any, dict[str, int]]] = {
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.parametrize("shards", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_every_unit_with_something_to_train_is_reduced_once(shards):
     cases = [(wrap, m) for wrap in WRAPS for m in (1, 4)]
     configs = [

@@ -50,6 +50,7 @@ def test_aligned_run_is_reported_written_and_kept(run_yaml, tmp_path, capsys):
 
 
 @pytest.mark.ranks
+@pytest.mark.long
 def test_the_tensor_parallel_example_is_aligned(capsys):
     example = Path(__file__).parents[2] / "examples" / "tp.yaml"
     assert main(["align", str(example)]) == 0

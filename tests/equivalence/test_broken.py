@@ -59,6 +59,7 @@ def test_heads_and_features_mixed_up_are_refused_and_caught_without_guards(judge
     assert "layers.0.attention.wq.weight" in out_of_budget(report, "grad")
 
 
+@pytest.mark.long
 def test_cp_left_out_of_the_fsdp_mesh_is_caught(judge):
     report = judge("cp_left_out_of_the_fsdp_mesh")
     assert report.verdict == "misaligned"
@@ -67,6 +68,7 @@ def test_cp_left_out_of_the_fsdp_mesh_is_caught(judge):
     assert out_of_budget(report, "loss") == set()  # and the loss does not show it
 
 
+@pytest.mark.long
 def test_whole_sequences_where_slices_are_due_are_refused(judge):
     with pytest.raises(DataError, match="valid tokens"):
         judge("whole_sequences")
@@ -87,6 +89,7 @@ def test_a_mean_of_micro_batch_means_is_caught(judge):
     assert out_of_budget(report, "grad")
 
 
+@pytest.mark.long
 def test_labels_shifted_after_the_split_are_caught(judge):
     report = judge("labels_shifted_after_the_split")
     assert report.verdict == "misaligned"

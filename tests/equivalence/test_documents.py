@@ -141,6 +141,7 @@ def judge(text, tmp_path_factory):
 
 
 @pytest.mark.ranks
+@pytest.mark.long
 def test_align_judges_documents_and_catches_attention_that_crosses_them(judge):
     report = judge("nothing")
     assert report.verdict == "aligned", report.why

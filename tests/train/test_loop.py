@@ -126,9 +126,9 @@ def test_a_run_in_two_parts_is_bitwise_the_run_in_one(tmp_path):
 @pytest.mark.parametrize(
     "mesh",
     [
-        {"tp": 2},
+        {},
         pytest.param({"cp": 2, "pp": 2}, marks=pytest.mark.long),
-        pytest.param({}, marks=pytest.mark.long),
+        pytest.param({"tp": 2}, marks=pytest.mark.long),
     ],
     ids=str,
 )

@@ -88,6 +88,7 @@ def test_the_loss_is_that_of_one_device(tmp_path, mesh):
 @pytest.mark.parametrize(
     "schedule", [pytest.param("Interleaved1F1B", marks=pytest.mark.long), "ZBVZeroBubble"]
 )
+@pytest.mark.long
 def test_virtual_stages_are_passed_in_order(tmp_path, schedule):
     def losses(folder: str, **sections) -> list[float]:
         config = validated(tmp_path / folder, **sections)
