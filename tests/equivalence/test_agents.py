@@ -29,13 +29,14 @@ def agent(path: Path, port: int, log: Path) -> subprocess.Popen[bytes]:
     """Start an agent with two ranks as the example does, in a process group of its own."""
     where = {"HEAD": "127.0.0.1", "PORT": str(port), "NODES": "2", "GPUS": "2"}
     binaries = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    return subprocess.Popen(
-        [str(SCRIPT), str(path)],
-        stdout=log.open("ab"),
-        stderr=subprocess.STDOUT,
-        env={**os.environ, **where, "PATH": binaries, "OMP_NUM_THREADS": "1"},
-        start_new_session=True,
-    )
+    with log.open("ab") as output:
+        return subprocess.Popen(
+            [str(SCRIPT), str(path)],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **where, "PATH": binaries, "OMP_NUM_THREADS": "1"},
+            start_new_session=True,
+        )
 
 
 def wait_for(what: Callable[[], bool], seconds: float, log: Path) -> None:
