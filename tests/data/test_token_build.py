@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import time
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from tokenizers import Tokenizer
@@ -129,8 +130,8 @@ def _kill_while_writing(folder: Path) -> None:
     def die(*args: object) -> None:
         os._exit(9)
 
-    token_build._write = die  # type: ignore[assignment]
-    prepare(folder)
+    with mock.patch.object(token_build, "_write", die):
+        prepare(folder)
 
 
 def test_a_kill_leaves_nothing_that_looks_complete(tmp_path):

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -127,16 +128,11 @@ def in_float64() -> Iterator[None]:
             return getattr(torch, name)
 
     modules = (modeling_llama, modeling_mixtral, modeling_deepseek_v3)
-    narrow = torch.Tensor.float
-    try:
+    with ExitStack() as patches:
         for module in modules:
-            vars(module)["torch"] = Wide()
-        torch.Tensor.float = torch.Tensor.double  # type: ignore[method-assign]
+            patches.enter_context(mock.patch.object(module, "torch", Wide()))
+        patches.enter_context(mock.patch.object(torch.Tensor, "float", torch.Tensor.double))
         yield
-    finally:
-        torch.Tensor.float = narrow  # type: ignore[method-assign]
-        for module in modules:
-            vars(module)["torch"] = torch
 
 
 def library_model(folder: Path, *, dtype: torch.dtype = torch.float64) -> Any:

@@ -23,23 +23,16 @@ from paralign.data.token_file import TokenFile
 from paralign.errors import DataError
 
 
-class DocumentRows:
-    """Each document begins a row, and its last row is filled up."""
+class _FileRows:
+    """What rows of a token file have in common."""
 
     def __init__(self, file: TokenFile, *, seq_len: int) -> None:
         self._file, self._seq_len = file, seq_len
-        lengths = np.diff(file.ends, prepend=0)
-        self._row_ends = np.cumsum(-(-(lengths - 1) // seq_len))
 
     @property
     def seq_len(self) -> int:
         """See :class:`paralign.data.rows.Rows`."""
         return self._seq_len
-
-    @property
-    def num_rows(self) -> int:
-        """See :class:`paralign.data.rows.Rows`."""
-        return int(self._row_ends[-1])
 
     @property
     def name(self) -> str:
@@ -50,6 +43,20 @@ class DocumentRows:
     def fingerprint(self) -> str:
         """See :class:`paralign.data.rows.Rows`."""
         return self._file.fingerprint
+
+
+class DocumentRows(_FileRows):
+    """Each document begins a row, and its last row is filled up."""
+
+    def __init__(self, file: TokenFile, *, seq_len: int) -> None:
+        super().__init__(file, seq_len=seq_len)
+        lengths = np.diff(file.ends, prepend=0)
+        self._row_ends = np.cumsum(-(-(lengths - 1) // seq_len))
+
+    @property
+    def num_rows(self) -> int:
+        """See :class:`paralign.data.rows.Rows`."""
+        return int(self._row_ends[-1])
 
     def read(self, number: int) -> Row:
         """See :class:`paralign.data.rows.Rows`."""
@@ -65,7 +72,7 @@ class DocumentRows:
         return Row(torch.from_numpy(text[:num_tokens]), torch.from_numpy(labels))
 
 
-class PackedRows:
+class PackedRows(_FileRows):
     """All documents one after another, cut every ``seq_len`` tokens.
 
     The last token of a document has no label: it does not predict the next document.
@@ -82,27 +89,13 @@ class PackedRows:
                 f"seq_len={seq_len} is too short to pack documents: a row may have nothing to "
                 "predict. Use seq_len=2 or more, or data.packing=none."
             )
-        self._file, self._seq_len, self._isolate = file, seq_len, isolate
-
-    @property
-    def seq_len(self) -> int:
-        """See :class:`paralign.data.rows.Rows`."""
-        return self._seq_len
+        super().__init__(file, seq_len=seq_len)
+        self._isolate = isolate
 
     @property
     def num_rows(self) -> int:
         """See :class:`paralign.data.rows.Rows`."""
         return rows_in(self._file.header.num_tokens, self._seq_len)
-
-    @property
-    def name(self) -> str:
-        """See :class:`paralign.data.rows.Rows`."""
-        return name_of(self._file)
-
-    @property
-    def fingerprint(self) -> str:
-        """See :class:`paralign.data.rows.Rows`."""
-        return self._file.fingerprint
 
     def read(self, number: int) -> Row:
         """See :class:`paralign.data.rows.Rows`."""

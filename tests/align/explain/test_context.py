@@ -28,7 +28,8 @@ def mesh_of(**degrees: int) -> MeshAxes:
                 },
             )
         )
-    return MeshAxes(SimpleNamespace(ranks=ranks, world_size=len(ranks)))  # type: ignore[arg-type]
+    trace: Any = SimpleNamespace(ranks=ranks, world_size=len(ranks))
+    return MeshAxes(trace)
 
 
 def test_axes_of_experts_are_a_second_grid():
