@@ -21,7 +21,7 @@ ARROWS = [
     {"launch", "blueprint", "align"},
     {"testing", "parallel"},
     {"models", "batch"},
-    {"weights"},
+    {"weights", "agreement"},
     {"program"},
     {"planning"},
     {"parallelize", "declaration", "data"},

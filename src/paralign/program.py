@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from paralign.agreement import agree_on_loss, agree_on_shapes
 from paralign.batch import LocalBatch, shard_batch
 from paralign.errors import AlignError, DataError
 from paralign.layout import Part
@@ -210,7 +211,7 @@ class Program:
         if self._has_router_biases:
             self._moves_seen = self._num_moves()
         balance = take_balance_loss(self._routers.values())
-        total, extra = self._global_loss(loss, batch, self._reduction_problems(), balance)
+        total, extra = self._agreed(loss, batch, self._reduction_problems(), balance)
         self._loss_parts = {"cross_entropy": total, "balance": extra}
         return torch.tensor(total + extra, dtype=torch.float64)
 
@@ -244,7 +245,7 @@ class Program:
             )
         for stage in self._stages.values():
             free_gathered(stage)
-        total, _ = self._global_loss(loss, batch)
+        total, _ = self._agreed(loss, batch)
         return torch.tensor(total, dtype=torch.float64)
 
     def update_routers(self) -> None:
@@ -330,6 +331,24 @@ class Program:
 
         return copy(pair.stages[0], pair.canonical), copy(pair.stages[1], pair.alias)
 
+    def _agreed(
+        self,
+        loss: Tensor | None,
+        batch: LocalBatch,
+        problems: Sequence[str] = (),
+        balance: Tensor | None = None,
+    ) -> tuple[float, float]:
+        # Ranks along tp have the same tokens and the same loss: the first one counts.
+        is_counted = loss is not None and self._tp_mesh.get_local_rank() == 0
+        return agree_on_loss(
+            loss if is_counted else None,
+            batch,
+            degrees=self._degrees,
+            device=self._device,
+            problems=problems,
+            balance=balance,
+        )
+
     def _check_batch(self, batch: LocalBatch, num_tokens: int | None) -> None:
         if not isinstance(batch, LocalBatch):
             raise DataError(
@@ -342,15 +361,7 @@ class Program:
                 "the sum of num_global_tokens over the batches whose gradients are added."
             )
         if not self._runtime.knows(batch.tensors["tokens"].shape):
-            self._check_shapes(batch)
-
-    def _check_shapes(self, batch: LocalBatch) -> None:
-        """Compare shapes before ranks send each other tensors: unlike ones abort or hang."""
-        mine = (batch.seq_len, *batch.tensors["tokens"].shape)
-        everyone: list[tuple[int, ...]] = [()] * dist.get_world_size()
-        dist.all_gather_object(everyone, mine)
-        if len(set(everyone)) > 1:
-            self._raise_different_batches([str(shape) for shape in everyone])
+            agree_on_shapes(batch, self._degrees)
 
     def _reduction_problems(self) -> list[str]:
         """Make two cheap checks after every step: no communication, no tensor is read."""
@@ -376,63 +387,6 @@ class Program:
                     "once"
                 )
         return problems
-
-    def _global_loss(
-        self,
-        local_loss: Tensor | None,
-        batch: LocalBatch,
-        problems: Sequence[str] = (),
-        balance: Tensor | None = None,
-    ) -> tuple[float, float]:
-        """Add up what the ranks have of the loss and of what routers add to it.
-
-        Raises on every rank where one has a problem, or the batches differ.
-        """
-        fingerprint = float(batch.fingerprint)
-        shared = torch.zeros(6, dtype=torch.float64, device=self._device)
-        shared[2], shared[3], shared[4] = fingerprint, fingerprint**2, len(problems)
-        # Ranks along tp have the same tokens and the same loss: the first one counts.
-        if local_loss is not None and self._tp_mesh.get_local_rank() == 0:
-            shared[0] = local_loss
-            shared[1] = batch.num_local_tokens
-        if balance is not None:
-            shared[5] = balance
-        dist.all_reduce(shared)
-        loss, num_tokens, total, squares, num_problems, extra = shared.tolist()
-        if num_problems:
-            self._raise_not_final(problems)
-        # All fingerprints are equal if and only if their variance is zero. Both sums are exact in
-        # float64; their products may need more digits than it has.
-        if int(total) ** 2 != int(squares) * dist.get_world_size():
-            prints: list[int] = [0] * dist.get_world_size()
-            dist.all_gather_object(prints, batch.fingerprint)
-            self._raise_different_batches([str(one) for one in prints])
-        if num_tokens != batch.num_global_tokens:
-            raise DataError(
-                f"the ranks hold {int(num_tokens)} valid tokens of {batch.num_global_tokens} in "
-                "the global batch. Pass step what program.shard returned, unchanged."
-            )
-        return loss, extra
-
-    def _raise_not_final(self, problems: Sequence[str]) -> None:
-        """Raise on every rank, also where all is well, so that none waits for the others."""
-        everyone: list[Sequence[str]] = [()] * dist.get_world_size()
-        dist.all_gather_object(everyone, list(problems))
-        lines = [
-            f"  - [{self._degrees.describe_rank(rank)}] {problem}"
-            for rank, found in enumerate(everyone)
-            for problem in found
-        ]
-        raise AlignError("\n".join(["gradients are not final:", *lines]))
-
-    def _raise_different_batches(self, by_rank: Sequence[str]) -> None:
-        common = max(set(by_rank), key=by_rank.count)
-        odd = [self._degrees.describe_rank(r) for r, one in enumerate(by_rank) if one != common]
-        raise DataError(
-            f"the ranks were given different global batches: {'; '.join(odd)} differ from the "
-            "others. Read the same global batch on every rank (one sampler seed, no rank offset); "
-            "program.shard cuts it."
-        )
 
 
 @contextmanager
