@@ -2,8 +2,8 @@
 # Trains on several machines without a scheduler: run it on every one of them.
 #   HEAD=node0 NODES=2 GPUS=8 ./torchrun.sh RUN.yaml
 # The mesh in RUN.yaml must multiply to NODES * GPUS, and all machines must see train.dir. When a
-# rank or a machine dies, every agent starts its ranks anew, and they go on from the newest
-# checkpoint; a machine that is lost for good has to be replaced by another that runs this script.
+# rank dies, every agent starts its ranks anew, and they go on from the newest checkpoint. When a
+# machine is lost, start this script again on all of them: the run goes on likewise.
 set -euo pipefail
 
 exec torchrun \
