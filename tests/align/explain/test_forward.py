@@ -81,6 +81,23 @@ def test_the_first_output_that_is_off(tmp_path: Path, change, cause: str, axes: 
     assert (finding.cause, finding.axes) == (cause, axes)
 
 
+def lost(x: Tensor, rows: slice, columns: slice) -> Tensor:
+    wrong = x.clone()
+    wrong[rows, columns] = 0
+    return wrong
+
+
+@pytest.mark.parametrize(
+    ("columns", "cause", "axes"),
+    [(slice(4, 8), "single_rank", []), (slice(None), "missing_contribution", ["dp"])],
+)
+def test_zeros_on_one_rank_are_that_ranks_and_on_several_their_axes(
+    tmp_path: Path, columns: slice, cause: str, axes: list[str]
+) -> None:
+    finding = explain(tmp_path, lambda x: lost(x, slice(2, 4), columns))
+    assert (finding.cause, finding.axes) == (cause, axes)
+
+
 @pytest.mark.parametrize(
     ("name", "change", "cause", "axes"),
     [

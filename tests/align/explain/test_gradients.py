@@ -71,6 +71,26 @@ def test_gradients_that_were_rounded(scene: Scene, tmp_path: Path, dtype: torch.
     assert finding.candidates == []
 
 
+@pytest.mark.parametrize(
+    ("mesh", "component"), [({"dp": 2, "cp": 3}, "reduction"), ({"pp": 2}, "backward")]
+)
+def test_gradients_that_were_added_up_in_a_narrow_dtype(
+    tmp_path: Path, mesh: dict[str, int], component: str
+) -> None:
+    scene = Scene(mesh)
+
+    def narrow(rank, run):
+        sums = {n: torch.zeros_like(g, dtype=torch.bfloat16) for n, g in run.grads.items()}
+        for other in range(scene.world_size):
+            for name, grad in scene.local(other).items():
+                sums[name] += grad.bfloat16()
+        return scene.rank({n: g.double() for n, g in sums.items()})
+
+    finding = scene.explain(tmp_path, narrow)[0]
+    assert (finding.component, finding.cause, finding.axes) == (component, "precision", [])
+    assert finding.evidence["dtype"] == "bfloat16"
+
+
 def test_noise_of_a_narrow_dtype_is_only_a_candidate(scene: Scene, tmp_path: Path) -> None:
     def noisy(rank, run):
         noise = torch.Generator().manual_seed(3)

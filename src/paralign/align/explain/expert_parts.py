@@ -6,7 +6,8 @@ and the experts' output is not, it is off for the tokens
 - that chose an expert of another rank: nothing was combined over the axis that cuts the experts;
 - that chose certain experts, always: these got no tokens;
 - that came after so many others to the same expert: it had no room;
-- all, though each has something: they met other experts than those they chose.
+- all, though each has something: they were added up with other weights, which the experts'
+  parameters prove, or met other experts than those they chose.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from paralign.align.explain.applied_weights import prove_applied_weights
 from paralign.align.explain.candidates import Candidate
 from paralign.align.explain.context import Context
 from paralign.align.explain.missing import MISSING_CONTRIBUTION
@@ -57,11 +59,13 @@ def prove_experts(context: Context, item: Compared) -> Proof | None:
     if not any(bool(tokens.is_off.any()) for tokens in seen):
         return None
     own = experts_of_ranks(context, item.row.name)
-    for hypothesis in (_not_combined, _lost_experts, _no_room, _met_others):
+    for hypothesis in (_not_combined, _lost_experts, _no_room):
         proof = hypothesis(seen, own)
         if proof is not None:
             return proof
-    return None
+    weights = _weights_beside(context, router)
+    applied = None if weights is None else prove_applied_weights(context, item, router, weights)
+    return applied or _met_others(seen, own)
 
 
 def router_beside(context: Context, item: Compared) -> Compared | None:
@@ -72,6 +76,15 @@ def router_beside(context: Context, item: Compared) -> Compared | None:
         beside = name.endswith(CHOICES) and name.rpartition(".")[0] == around
         if beside and other.base.shape[:2] == item.base.shape[:2] and around:
             return other
+    return None
+
+
+def _weights_beside(context: Context, router: Compared) -> Compared | None:
+    """Return the weights of a router's choices, if they are right."""
+    name = router.row.name.removesuffix(CHOICES) + WEIGHTS
+    for other in context.judged(Kind.OUTPUT, router.moment.step):
+        if other.row.name == name:
+            return other if other.row.ok else None
     return None
 
 

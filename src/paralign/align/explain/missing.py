@@ -59,7 +59,7 @@ def prove_zeros(context: Context, item: Compared) -> Proof | None:
     off = sorted(ranks)
     everyone = sorted(item.measured.by_rank)
     whole_ranks = off != everyone
-    axes = context.mesh.axes_of(everyone) if whole_ranks else ()
+    axes = context.mesh.coordinates_that_tell(off, everyone) if whole_ranks else ()
     return Proof(
         MISSING_CONTRIBUTION,
         worst,

@@ -18,6 +18,8 @@ from paralign.align.explain.candidates import Candidate
 from paralign.align.explain.context import Context
 from paralign.align.explain.expert_parts import prove_other_choices, prove_other_weights
 from paralign.align.explain.forward import DIFFERENT_CONFIG, prove_output, stage_axes
+from paralign.align.explain.missing import MISSING_CONTRIBUTION
+from paralign.align.explain.old_shards import prove_old_shards
 from paralign.align.explain.positions import error_by_position
 from paralign.align.explain.precision import PRECISION
 from paralign.align.explain.proof import Proof, evidence, finding_of
@@ -52,7 +54,8 @@ def explain_outputs(context: Context, step: int) -> list[Finding]:
             continue
         if proof is None:
             proof = (
-                prove_other_calls(context, item)
+                prove_old_shards(context, item)
+                or prove_other_calls(context, item)
                 or prove_other_order(context, item)
                 or prove_other_weights(context, item)
                 or prove_output(context, item)
@@ -72,8 +75,12 @@ def explain_outputs(context: Context, step: int) -> list[Finding]:
 
 
 def _alone(context: Context, item: Compared, proof: Proof | None) -> Finding | None:
-    """Report one rank that is off by itself, where no proof says more than how far it is off."""
-    if proof is None or proof.cause != PRECISION or not on_one_rank(context, [(item, proof)]):
+    """Report one rank that is off by itself, where a proof says no more than how, or that it is."""
+    if (
+        proof is None
+        or proof.cause not in (PRECISION, MISSING_CONTRIBUTION)
+        or not on_one_rank(context, [(item, proof)])
+    ):
         return None
     return single_finding(context, [(item, proof)], "forward")
 

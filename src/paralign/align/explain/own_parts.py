@@ -38,7 +38,7 @@ def prove_own_part(context: Context, item: Compared) -> Proof | None:
     if weight is None or limit is None or len(own) < 2 or weight.shape[0] != item.base.shape[-1]:
         return None
     whole = all_of(weight)
-    bias = _parameter(context, item, "bias")
+    bias = parameter_of(context, item, "bias")
     shift = torch.zeros(()) if bias is None else all_of(bias)
     spaces: dict[tuple[int, int], Tensor] = {}
     error = norm = 0.0
@@ -131,7 +131,7 @@ def prove_lost_words(context: Context, item: Compared) -> Proof | None:
     """Return the proof that an embedding is right but for some words, which it makes zero."""
     limit = limit_of(item)
     own = _cut(context, item, dim=0)
-    tokens = _tokens(context, item.moment.step)
+    tokens = tokens_of(context, item.moment.step)
     if tokens is None or limit is None or len(own) < 2 or len(item.base.shape) != 3:
         return None
     if tuple(tokens.shape) != tuple(item.base.shape[:2]):
@@ -169,7 +169,7 @@ def prove_lost_words(context: Context, item: Compared) -> Proof | None:
     )
 
 
-def _tokens(context: Context, step: int) -> Tensor | None:
+def tokens_of(context: Context, step: int) -> Tensor | None:
     """Return the tokens of the global batch, ``[rows, positions]``."""
     for item in context.judged(Kind.INPUT, step):
         if item.row.name == "tokens":
@@ -182,11 +182,11 @@ def _pieces(item: Compared) -> list[Held]:
 
 
 def _weight_of(context: Context, item: Compared) -> Quantity | None:
-    weight = _parameter(context, item, "weight")
+    weight = parameter_of(context, item, "weight")
     return weight if weight is not None and len(weight.shape) == 2 else None
 
 
-def _parameter(context: Context, item: Compared, leaf: str) -> Quantity | None:
+def parameter_of(context: Context, item: Compared, leaf: str) -> Quantity | None:
     """Return a parameter of the module as the reference had it in this step."""
     name, step = f"{item.row.name}.{leaf}", item.moment.step
     for moment in (Moment.of(step - 1, Kind.PARAM_AFTER), Moment.of(step, Kind.PARAM)):
@@ -208,7 +208,7 @@ def _cut(context: Context, item: Compared, *, dim: int) -> dict[int, tuple[int, 
     Empty where the weight is not cut there, or is not two-dimensional. FSDP cuts the first dim as
     well; its ranks have together what tensor parallelism left them.
     """
-    entries = _entries(context, f"{item.row.name}.weight")
+    entries = entries_of(context, f"{item.row.name}.weight")
     if not entries or any(len(entry.shape) != 2 for entry in entries.values()):
         return {}
     tensor = [axis for axis in context.mesh.live if axis.startswith("tp")]
@@ -237,7 +237,7 @@ def experts_of_ranks(context: Context, module: str) -> dict[int, tuple[int, int]
         if entry.kind == Kind.PARAM and entry.name.rpartition(".")[0] == module
         if len(entry.shape) == 3
     }
-    entries = _entries(context, min(stacks)) if stacks else {}
+    entries = entries_of(context, min(stacks)) if stacks else {}
     at = {rank: context.trace.ranks[rank].coordinates.get("ep") for rank in entries}
     size = max((entry.shape[0] for entry in entries.values() if entry.shape), default=0)
     found: dict[int, tuple[int, int]] = {}
@@ -254,7 +254,8 @@ def _bounds(held: LocalMap, dim: int) -> tuple[int, int] | None:
     return (spans[0].global_[0], spans[-1].global_[1]) if spans else None
 
 
-def _entries(context: Context, name: str) -> dict[int, TensorEntry]:
+def entries_of(context: Context, name: str) -> dict[int, TensorEntry]:
+    """Return what each rank that holds a part of a parameter says of it."""
     return {
         index.rank: entry
         for index in context.trace.ranks

@@ -13,6 +13,7 @@ from torch import Tensor
 from paralign.align.budget import EPS, UNCALIBRATED_EPS
 from paralign.align.explain.context import Context
 from paralign.align.explain.proof import Proof, parts_of, pieces_once
+from paralign.align.inspect.feed import role_of
 from paralign.align.judge import Compared
 from paralign.align.pair import UPDATE
 from paralign.align.trace import Kind
@@ -30,6 +31,8 @@ _COMPONENTS = {
 }
 _NOISY = ("bfloat16", "float32")
 _LEAST_NOISE, _MOST_NOISE = 0.02, 4.0
+_NEARLY_ALL = 0.99
+_REDUCING = ("dp", "cp")
 
 
 def prove_precision(context: Context, item: Compared) -> Proof | None:
@@ -42,7 +45,10 @@ def prove_rounded(context: Context, item: Compared) -> Proof | None:
     before = item.measured.total.relative
     for dtype in _narrow(context):
         if before <= UNCALIBRATED_EPS[dtype].value * EPS[dtype] and _is_representable(item, dtype):
-            return _proof(dtype, before / EPS[dtype], True, _component(item))
+            noise = before / EPS[dtype]
+            if item.moment.kind == Kind.GRAD and not _is_rounded_once(item, dtype):
+                return _proof_of_sums(context, dtype, noise)
+            return _proof(dtype, noise, True, _component(item))
     return None
 
 
@@ -84,6 +90,37 @@ def _is_representable(item: Compared, dtype: str) -> bool:
         for piece in pieces_once(item)
         for box in parts_of(piece)
     )
+
+
+def _is_rounded_once(item: Compared, dtype: str) -> bool:
+    """Whether nearly every element is the reference's, rounded; sums of rounded parts are not."""
+    target = getattr(torch, dtype)
+    same = elements = 0
+    for piece in pieces_once(item):
+        for box in parts_of(piece):
+            due = item.base.fetch(box).to(target).to(torch.float64)
+            same += int((piece.read(box) == due).sum())
+            elements += due.numel()
+    return same >= _NEARLY_ALL * elements
+
+
+def _proof_of_sums(context: Context, dtype: str, noise: float) -> Proof:
+    """Say that gradients were added up in a narrow dtype.
+
+    What ranks have added up exactly is in general no number of the narrow dtype, whatever they
+    added. So where gradients are reduced over ranks, the reduction itself was narrow.
+    """
+    is_reduced = any(role_of(axis) in _REDUCING for axis in context.mesh.live)
+    component = "reduction" if is_reduced else "backward"
+    proof = _proof(dtype, noise, True, component)
+    proof.component = component
+    proof.key = (*proof.key, "sums")
+    where = "their reduction over ranks" if is_reduced else "their accumulation"
+    proof.text += (
+        f" They are not the reference's gradients rounded, but further off: {where} adds up in "
+        f"{dtype}."
+    )
+    return proof
 
 
 def _fits(values: Tensor, dtype: torch.dtype) -> bool:
