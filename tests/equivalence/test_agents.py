@@ -1,4 +1,4 @@
-"""Two torchrun agents on one machine, as on two nodes: one dies, another comes, the run goes on."""
+"""Two torchrun agents on one machine, as on two nodes: a rank or an agent dies, the run goes on."""
 
 from __future__ import annotations
 
@@ -8,26 +8,29 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import yaml
 
+from paralign.config.run import RunConfig
 from paralign.train.checkpoint import find_checkpoints
 from paralign.train.metrics import read_metrics
-from tests.train.runs import newest, run, tensors_in, training_config
+from tests.train.runs import newest, run, tensors_in, training_config, worst
 
-STEPS = 40
+STEPS, MANY = 40, 400
 
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "cluster" / "torchrun.sh"
 
 
-def agent(path: Path, port: int, log: Path) -> subprocess.Popen[bytes]:
+def agent(path: Path, port: int, log: Path, *, nodes: str) -> subprocess.Popen[bytes]:
     """Start an agent with two ranks as the example does, in a process group of its own."""
-    where = {"HEAD": "127.0.0.1", "PORT": str(port), "NODES": "2", "GPUS": "2"}
+    where = {"HEAD": "127.0.0.1", "PORT": str(port), "NODES": nodes, "GPUS": "2"}
     binaries = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     with log.open("ab") as output:
         return subprocess.Popen(
@@ -46,47 +49,85 @@ def wait_for(what: Callable[[], bool], seconds: float, log: Path) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.long
-@pytest.mark.ranks
-@pytest.mark.parametrize("victim", ["agent", "rank"])
-def test_one_of_two_agents_dies_and_the_run_goes_on_from_its_checkpoint(tmp_path, victim):
-    settings = {"steps": STEPS, "save_every": 1, "log_every": 1}
-    mesh = {"pp": 2, "dp_shard": 2}
-    calm = training_config(tmp_path / "calm", mesh=mesh, train=settings)
-    run(calm)
-    config = training_config(tmp_path / "run", mesh=mesh, train=settings)
-    path, log = tmp_path / "run.yaml", tmp_path / "log"
-    path.write_text(yaml.safe_dump(config.model_dump(mode="json", exclude_none=True)))
+@contextmanager
+def two_agents(
+    path: Path, log: Path, *, nodes: str
+) -> Iterator[tuple[list[subprocess.Popen[bytes]], int]]:
+    """Start two agents, the first of which holds the rendezvous; leave none behind."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    folder = Path(config.train.dir) / "checkpoints"
-    agents = [agent(path, port, log)]  # the first holds the rendezvous
+    agents = [agent(path, port, log, nodes=nodes)]
     try:
         time.sleep(1)
-        agents.append(agent(path, port, log))
-        wait_for(lambda: len(read_metrics(Path(config.train.dir))) >= 5, 120, log)
-        reached = find_checkpoints(folder)[-1].step
-        assert 1 <= reached < STEPS - 5
-        if victim == "agent":
-            os.killpg(agents[1].pid, signal.SIGKILL)
-            agents[1].wait()
-            agents[1] = agent(path, port, log)
-        else:
-            [rank, *_] = children(agents[1].pid)
-            os.kill(rank, signal.SIGKILL)
-        for each in agents:
-            assert each.wait(timeout=240) == 0, log.read_text()[-4000:]
+        agents.append(agent(path, port, log, nodes=nodes))
+        yield agents, port
     finally:
         for each in agents:
             if each.poll() is None:
                 os.killpg(each.pid, signal.SIGKILL)
                 each.wait()
+
+
+def written(folder: Path, **settings: Any) -> tuple[RunConfig, Path]:
+    """Return a config that saves every step, and a file that says it but for dp_shard."""
+    settings = {"save_every": 1, "log_every": 1, **settings}
+    config = training_config(folder, mesh={"pp": 2, "dp_shard": 2}, train=settings)
+    raw = config.model_dump(mode="json", exclude_none=True)
+    raw["mesh"]["dp_shard"] = "auto"
+    path = folder / "run.yaml"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(yaml.safe_dump(raw))
+    return config, path
+
+
+def num_steps(config: RunConfig) -> int:
+    return len(read_metrics(Path(config.train.dir)))
+
+
+@pytest.mark.long
+@pytest.mark.ranks
+def test_a_rank_dies_and_all_go_on_from_the_checkpoint(tmp_path):
+    calm, _ = written(tmp_path / "calm", steps=STEPS)
+    run(calm)
+    config, path = written(tmp_path / "run", steps=STEPS)
+    log = tmp_path / "log"
+    with two_agents(path, log, nodes="2") as (agents, _):
+        wait_for(lambda: num_steps(config) >= 5, 120, log)
+        assert 1 <= find_checkpoints(Path(config.train.dir) / "checkpoints")[-1].step < STEPS - 5
+        [rank, *_] = children(agents[1].pid)
+        os.kill(rank, signal.SIGKILL)
+        for each in agents:
+            assert each.wait(timeout=240) == 0, log.read_text()[-4000:]
     assert "going on from" in log.read_text()
     ours, theirs = tensors_in(newest(config)), tensors_in(newest(calm))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     losses = [[line["loss"] for line in read_metrics(Path(c.train.dir))] for c in (config, calm)]
     assert losses[0] == losses[1]
+
+
+@pytest.mark.long
+@pytest.mark.ranks
+def test_an_agent_dies_and_the_other_goes_on_until_one_comes_again(tmp_path):
+    """With ``--nodes=1:2`` and ``dp_shard: auto`` the ranks that are left are a mesh as well."""
+    calm, _ = written(tmp_path / "calm", steps=MANY)
+    run(calm)
+    config, path = written(tmp_path / "run", steps=MANY)
+    log = tmp_path / "log"
+    with two_agents(path, log, nodes="1:2") as (agents, port):
+        wait_for(lambda: num_steps(config) >= 5, 120, log)
+        os.killpg(agents[1].pid, signal.SIGKILL)
+        agents[1].wait()
+        wait_for(lambda: log.read_text().count("going on from") == 1, 200, log)
+        alone = num_steps(config)
+        wait_for(lambda: num_steps(config) >= alone + 5, 60, log)
+        agents[1] = agent(path, port, log, nodes="1:2")
+        wait_for(lambda: log.read_text().count("going on from") == 2, 200, log)
+        assert num_steps(config) < MANY
+        for each in agents:
+            assert each.wait(timeout=200) == 0, log.read_text()[-4000:]
+    assert num_steps(config) == MANY
+    assert worst(tensors_in(newest(config)), tensors_in(newest(calm))) < 1e-10
 
 
 def children(pid: int) -> list[int]:

@@ -7,6 +7,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from paralign.config.auto_degree import fill_auto_degree
 from paralign.config.overrides import apply_overrides
 from paralign.config.parse import parse
 from paralign.config.rules import find_problems
@@ -49,11 +50,12 @@ def resolve_config(
     Raises:
         ConfigError: A key, a value or a rule is wrong. All are listed.
     """
-    parsed = parse(raw)
-    problems = [
-        *parsed.problems,
-        *find_problems(parsed.config, unsound=parsed.unsound, world_size=world_size),
-    ]
+    filled, problems = fill_auto_degree(raw, world_size)
+    parsed = parse(filled)
+    # A mesh that lacks a degree is not also blamed for the number of ranks that it has.
+    known = None if problems else world_size
+    problems += parsed.problems
+    problems += find_problems(parsed.config, unsound=parsed.unsound, world_size=known)
     if problems:
         raise ConfigError.from_problems(name, problems)
     return parsed.config

@@ -82,7 +82,11 @@ class MeshSection(Section):
 
     pp: Count = count(1, "pipeline stages run side by side")
     dp_replicate: Count = count(1, "copies of the model, each with its own rows (HSDP)")
-    dp_shard: Count = count(1, "ranks that share one copy of the parameters (FSDP)")
+    dp_shard: Count = count(
+        1,
+        "ranks that share one copy of the parameters (FSDP); auto: all that torchrun has beside "
+        "the other axes",
+    )
     cp: Count = count(1, "ranks that share one sequence (context parallel)")
     tp: Count = count(1, "ranks that share every layer (tensor parallel)")
     ep: Count = count(1, "ranks that share the experts (part of dp_shard * cp * tp)")
