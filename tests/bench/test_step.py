@@ -33,7 +33,7 @@ def measured(ratio: float = 1.0, **changes) -> Measured:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("schedule", ["1F1B", "GPipe"])
+@pytest.mark.parametrize("schedule", ["1F1B", pytest.param("GPipe", marks=pytest.mark.long)])
 def test_a_step_sends_what_the_hand_composed_step_sends(schedule):
     ranks = run_on_ranks(measure, 8, replace(CASE, schedule=schedule), 0)
     assert value_problems(ranks) == []

@@ -22,7 +22,7 @@ from paralign.train.checkpoint import find_checkpoints
 from paralign.train.metrics import read_metrics
 from tests.train.runs import newest, run, tensors_in, training_config, worst
 
-STEPS, MANY = 40, 400
+STEPS, MANY = 40, 150
 
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "cluster" / "torchrun.sh"

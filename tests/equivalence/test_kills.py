@@ -7,6 +7,7 @@ import pytest
 from tests.equivalence.kills import page, study
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 def test_kills_end_in_the_bits_of_a_calm_run(tmp_path):
     kills = list(study(tmp_path, 2, seed=1, steps=6))  # compares each run with the calm one

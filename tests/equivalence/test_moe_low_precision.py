@@ -181,6 +181,7 @@ def test_what_follows_from_the_choices_is_seen(name, config, references):
     assert any("router" in r.name or "expert" in r.name for r in report.tensors if not r.ok)
 
 
+@pytest.mark.long
 def test_a_small_fault_hides_behind_flips_unless_they_are_replayed(tmp_path):
     name = "one_gradient_is_a_fifth_too_large"
     pipeline = {"schedule": "GPipe", "num_microbatches": 1}

@@ -362,7 +362,7 @@ def test_experts_in_units_of_their_own_see_unrounded_weights_of_tokens():
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("choice", ["none", "all"])
+@pytest.mark.parametrize("choice", [pytest.param("none", marks=pytest.mark.long), "all"])
 def test_clean_runs_are_aligned_by_the_float64_truth(choice):
     config = low(choice, mesh={"pp": 2, "tp": 2}, loss={"chunks": 3})
     report = pa.align(config)

@@ -86,7 +86,11 @@ def judged(name: str, **changes: Any) -> Report:
     ("name", "changes"),
     [
         ("llama", {"mesh": {"tp": 4}}),
-        ("llama", {"mesh": {"tp": 2, "cp": 2}, "tensor": {"sequence_parallel": False}}),
+        pytest.param(
+            "llama",
+            {"mesh": {"tp": 2, "cp": 2}, "tensor": {"sequence_parallel": False}},
+            marks=pytest.mark.long,
+        ),
         ("pangu_moe", {"mesh": {"pp": 2, "tp": 2}}),
     ],
     ids=["shared heads", "whole stream", "latents"],

@@ -121,7 +121,7 @@ def find(text: str, *words: str) -> str:
     return line
 
 
-@pytest.mark.parametrize("width", [80, 100])
+@pytest.mark.parametrize("width", [80, pytest.param(100, marks=pytest.mark.long)])
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_no_word_of_an_example_is_cut(path, width, monkeypatch):
     monkeypatch.chdir(path.parents[1])

@@ -238,7 +238,7 @@ def named(counts: Counts, config: RunConfig) -> Counts:
 
 
 # The others mix the kinds of traffic, and have those of a pipeline.
-DAILY = {"cp tp", "one rank", "dp_shard tp ep"}
+DAILY = {"one rank", "dp_shard tp ep"}
 
 
 @pytest.mark.ranks

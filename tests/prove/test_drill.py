@@ -153,11 +153,20 @@ EXPERTS = {**MODEL, "num_experts": 8, "expert_hidden_size": 8}
             },
             [
                 "attention_output_is_not_summed_over_tp",
-                "loss_is_averaged_over_tp",
                 "routers_are_not_summed_over_tp",
+            ],
+        ),
+        pytest.param(
+            {
+                "mesh": {"dp_shard": 2, "tp": 2, "ep": 4},
+                "model": {**EXPERTS, "balance_loss": 0.02},
+            },
+            [
+                "loss_is_averaged_over_tp",
                 "one_config_object_is_shared_by_two_models",
                 "the_balance_loss_is_off",
             ],
+            marks=pytest.mark.long,
         ),
         pytest.param(
             {"mesh": {"tp": 4}},
@@ -178,7 +187,7 @@ EXPERTS = {**MODEL, "num_experts": 8, "expert_hidden_size": 8}
             marks=pytest.mark.long,
         ),
     ],
-    ids=["tp ep", "tp", "ep"],
+    ids=["tp ep", "losses", "tp", "ep"],
 )
 def test_faults_of_a_layer_are_found_in_its_outputs(sections, names):
     report = drill(make_config(**{**SMALL, **sections}), only=names)

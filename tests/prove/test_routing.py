@@ -150,7 +150,7 @@ MESH = {"pp": 2, "dp_shard": 2, "cp": 2}
         (
             "pangu_moe",
             {
-                "mesh": {**MESH, "ep": 2},
+                "mesh": {"dp_shard": 2, "cp": 2, "ep": 2},
                 "context": {"ulysses_degree": 1, "load_balance": True},
                 "recompute": {"parts": "block"},
             },
@@ -169,7 +169,9 @@ def test_any_choices_are_replayed_to_the_same_tokens_on_every_rank(tmp_path, mod
     run_reference(config, EXACT, tmp_path / "reference")
     scramble(tmp_path / "reference", config.model.hyper_parameters["num_experts"])
     run_reference(config, EXACT, tmp_path / "truth", tmp_path / "reference")
-    run_on_ranks(replayed_rank, 8, config, EXACT, tmp_path, timeout=120)
+    run_on_ranks(
+        replayed_rank, config.mesh.degrees.world_size, config, EXACT, tmp_path, timeout=120
+    )
     # The reference's own numbers are those of its own choices.
     report = pa.compare(tmp_path / "truth", tmp_path / "parallel")
     assert report.verdict == "aligned", report.why

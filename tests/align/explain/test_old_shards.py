@@ -111,11 +111,28 @@ def test_old_rows_are_those_of_some_ranks(dims, ranks, axes):
 
 @pytest.mark.parametrize("dims", [1, 2])
 def test_other_errors_are_not_explained(dims):
-    assert prove(dims, module(dims, OLD[dims])) is None  # all old: no rank's shards alone
     assert prove(dims, module(dims, NEW[dims]) + 1e-3) is None
     half = mixed(dims, [3, 4, 5])
     half[0] += 1e-3
     assert prove(dims, module(dims, half)) is None
+
+
+@pytest.mark.parametrize("dims", [1, 2])
+def test_a_weight_that_is_all_old_is_no_ranks(dims):
+    proof = prove(dims, module(dims, OLD[dims]))
+    assert proof is not None
+    assert (proof.component, proof.cause, proof.axes) == ("state", "stale", ())
+    assert proof.candidates == ()
+
+
+def test_rows_that_nobody_used_may_be_old_or_not(monkeypatch):
+    """Only words of the first half occur, which the ranks with dp_shard=0 hold."""
+    monkeypatch.setattr("tests.align.explain.test_old_shards.TOKENS", TOKENS % 6)
+    proof = prove(2, module(2, mixed(2, [0, 1, 2])))
+    assert proof is not None
+    assert (proof.cause, proof.axes) == ("stale", ())
+    assert "state/stale over dp_shard: " in proof.candidates[1]
+    assert proof.separate_by is not None
 
 
 def test_the_first_step_has_no_step_before():

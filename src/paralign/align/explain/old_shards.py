@@ -11,17 +11,19 @@ rows are those of the step before::
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 
+from paralign.align.explain.candidates import Candidate
 from paralign.align.explain.context import Context
 from paralign.align.explain.own_parts import all_of, entries_of, tokens_of
 from paralign.align.explain.proof import Proof, parts_of, proves
 from paralign.align.explain.stale import STALE, whole_quantity
 from paralign.align.judge import Compared
 from paralign.align.pair import Moment
+from paralign.align.tensor_entry import TensorEntry
 from paralign.align.trace import Kind
 from paralign.layout import Box
 
@@ -49,11 +51,27 @@ def prove_old_shards(context: Context, item: Compared) -> Proof | None:
     held = entries_of(context, name)
     if corrected is None or not held:
         return None
+    some = _some(context, item, held, corrected, new.shape[0])
+    left = _left(item, torch.ones(new.shape[0], dtype=torch.bool), corrected)
+    if proves(item, left):
+        # Some are enough where no row of the others was used.
+        return _of_all(context, left, () if some is None else some[0], name)
+    return None if some is None else _of_some(context, *some, name)
+
+
+def _some(
+    context: Context,
+    item: Compared,
+    held: Mapping[int, TensorEntry],
+    corrected: Corrected,
+    num_rows: int,
+) -> tuple[tuple[str, ...], list[int], float] | None:
+    """Find ranks whose rows alone are old: their axes, they, and the error that is left."""
     tried: set[bytes] = set()
     for axes in context.mesh.subsets():
         for rank in sorted(held):
             group = [r for r in context.mesh.peers(rank, context.mesh.others(axes)) if r in held]
-            is_old = torch.zeros(new.shape[0], dtype=torch.bool)
+            is_old = torch.zeros(num_rows, dtype=torch.bool)
             for span in (span for peer in group for span in held[peer].map[0]):
                 is_old[slice(*span.global_)] = True
             key = is_old.numpy().tobytes()
@@ -62,7 +80,7 @@ def prove_old_shards(context: Context, item: Compared) -> Proof | None:
             tried.add(key)
             left = _left(item, is_old, corrected)
             if proves(item, left):
-                return _proof(context, axes, group, left, name)
+                return axes, group, left
     return None
 
 
@@ -100,7 +118,27 @@ def _left(item: Compared, is_old: Tensor, corrected: Corrected) -> float:
     return error / norm if norm else math.inf
 
 
-def _proof(
+def _of_all(context: Context, left: float, perhaps: tuple[str, ...], name: str) -> Proof:
+    axes = tuple(context.mesh.named(perhaps))
+    return Proof(
+        STALE,
+        left,
+        component="state",
+        key=(STALE, "weight"),
+        detail={"weight": name},
+        text=f"Its {name} is that of the step before: what was gathered for its use is an old "
+        "copy, or the optimizer's work was lost.",
+        candidates=(
+            str(Candidate("state", STALE, (), "all of it is old")),
+            str(Candidate("state", STALE, axes, "what some ranks hold, and no other was used")),
+        )
+        if axes
+        else (),
+        separate_by="record the parameters before this step" if axes else None,
+    )
+
+
+def _of_some(
     context: Context, axes: tuple[str, ...], ranks: list[int], left: float, name: str
 ) -> Proof:
     at = ", ".join(f"{a}={context.trace.ranks[ranks[0]].coordinates.get(a)}" for a in axes)
