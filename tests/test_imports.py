@@ -17,7 +17,7 @@ FILES = sorted(SRC.rglob("*.py"))
 ARROWS = [
     {"errors"},
     {"requirements", "mesh", "layout", "randomness", "loss", "documents"},
-    {"collectives", "all_to_all", "contiguous", "local_weights"},
+    {"collectives", "all_to_all", "checksum", "contiguous", "local_weights"},
     {"launch", "blueprint", "align"},
     {"testing", "parallel"},
     {"models", "batch"},
@@ -40,7 +40,8 @@ AXES = [
     {"context", "context_"},
     {"tensor", "tensor_"},
     {"data", "precision"},
-    {"pipeline", "relay", "stage", "stages", "support", "tied", "gradients", "loss_chunks"},
+    {"pipeline", "relay", "stage", "stage_clock", "stages", "support", "tied", "gradients"}
+    | {"loss_chunks"},
 ]
 
 # The only files that import private modules of torch, and what for.

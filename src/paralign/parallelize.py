@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from paralign.blueprint import Blueprint
+from paralign.checksum import checksum
 from paralign.errors import ConfigError
 from paralign.layout import local_boxes
 from paralign.mesh import Axis, Degrees, degrees_of, expert_mesh, fold
@@ -334,7 +335,7 @@ def _offsets(parameter: nn.Parameter, held_shape: tuple[int, ...]) -> tuple[int,
 def _check_same_weights(model: nn.Module, degrees: Degrees) -> None:
     """Raise unless every rank passed the same initial weights."""
     named: list[tuple[str, Tensor]] = [*model.named_parameters(), *model.named_buffers()]
-    sums = torch.stack([_bits(parameter).sum() for _, parameter in named]).cpu()
+    sums = torch.stack([checksum(tensor) for _, tensor in named]).cpu()
     everyone: list[Tensor] = [torch.empty_like(sums) for _ in range(dist.get_world_size())]
     dist.all_gather_object(everyone, sums)
     for rank, theirs in enumerate(everyone):
@@ -345,14 +346,6 @@ def _check_same_weights(model: nn.Module, degrees: Degrees) -> None:
                 f"{degrees.describe_rank(rank)} is not what it is on {degrees.describe_rank(0)}. "
                 "Build the model from one seed on every rank, or on the meta device."
             )
-
-
-def _bits(parameter: Tensor) -> Tensor:
-    """Return a parameter's bits as integers, weighted by position so that a permutation shows."""
-    kinds = {8: torch.int64, 4: torch.int32, 2: torch.int16}
-    flat = parameter.detach().contiguous().flatten()
-    bits = flat.view(kinds.get(flat.element_size(), torch.int8)).long()
-    return bits * (2 * torch.arange(bits.numel(), device=bits.device) + 1)
 
 
 def _device(mesh: DeviceMesh) -> torch.device:

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from paralign.agreement import agree_on_loss, agree_on_shapes
 from paralign.batch import LocalBatch, shard_batch
+from paralign.blueprint import Blueprint
 from paralign.errors import AlignError, DataError
 from paralign.layout import Part
 from paralign.mesh import Axis, degrees_of, fold
@@ -26,6 +27,7 @@ from paralign.parallel.data import ReductionCounter, free_gathered
 from paralign.parallel.gradients import give_back, take_gradients
 from paralign.parallel.pipeline import PipelineRuntime
 from paralign.parallel.stage import Stage
+from paralign.parallel.stage_clock import StageClock
 from paralign.parallel.support import Plan
 from paralign.parallel.tensor_base import Returned
 from paralign.parallel.tensor_weights import is_replicated, sum_partial_gradients
@@ -97,6 +99,21 @@ class Program:
     def plan(self) -> Plan:
         """The resolved pipeline and sharding plan."""
         return self._plan
+
+    @property
+    def blueprint(self) -> Blueprint:
+        """How the model is cut."""
+        return self._runtime.blueprint
+
+    @property
+    def skeleton(self) -> nn.Module:
+        """The whole model on the meta device, as it was before it was cut: shapes, no weights."""
+        return self._runtime.skeleton
+
+    @property
+    def clock(self) -> StageClock:
+        """Measures how long this rank waits for other pipeline stages, once it is switched on."""
+        return self._runtime.clock
 
     @property
     def modules(self) -> list[nn.Module]:

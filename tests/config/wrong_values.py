@@ -188,6 +188,20 @@ VALUES = [
         fix="Write `padding: 0.25`",
     ),
     wrong_set(
+        "peak_tflops",
+        "metrics.peak_tflops=0",
+        value="metrics.peak_tflops=0",
+        rule="must be a number above 0, or null",
+        fix="Write `peak_tflops: 989.4`",
+    ),
+    wrong_set(
+        "check_every",
+        "train.check_every=-1",
+        value="train.check_every=-1",
+        rule="must be a whole number of at least 0",
+        fix="Write `check_every: 100`",
+    ),
+    wrong_set(
         "unknown_data",
         "data.source=/no/such/text",
         value="data.source='/no/such/text'",

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import importlib.util
+import resource
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,8 +12,10 @@ from paralign.launch.device import (
     backend_for,
     bind_device,
     describe_available,
+    device_name,
     has_float64,
     num_devices,
+    peak_memory,
 )
 
 
@@ -78,3 +82,14 @@ def test_npu_needs_its_package():
 def test_float64_is_known_without_the_device():
     assert has_float64("cuda")
     assert not has_float64("npu")
+
+
+STATM = Path("/proc/self/statm")
+
+
+@pytest.mark.skipif(not STATM.exists(), reason="the system does not say what a process takes")
+def test_the_peak_on_the_cpu_is_at_least_what_is_taken_now():
+    cpu = torch.device("cpu")
+    assert device_name(cpu) == "cpu"
+    resident = int(STATM.read_text().split()[1]) * resource.getpagesize()
+    assert 0.9 * resident <= peak_memory(cpu) < 100 * resident

@@ -38,9 +38,12 @@ def test_a_whole_plan_at_eighty_columns():
     # One layer: 2 norms of 32, wq and wo 32x32, wk and wv 16x32, three of 48x32: 7744.
     # Ranks hold 2 of them and 256x32, the last one a norm more: 23680 and 23712. State is four
     # tensors over four shards, and 1 / 4 of all weights does not leave a rank.
+    # Work: 6 for each weight but the embedding's 8192, for 256 tokens, and for 16 rows of 136 pairs
+    # and 4 layers of 4 heads 6 * (8 + 8).
     picture = """\
 plan     llama, 47.4 k parameters, on 8 ranks: pp=2 dp_shard=2 cp=2, GPipe
          with 4 micro-batches
+work     63.6 MFLOP a global batch, 248 kFLOP a token
 support  the plan runs as asked
 
 memory per rank: shards, in float32

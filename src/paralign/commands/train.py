@@ -20,6 +20,7 @@ from paralign.commands.options import (
     parse_seconds,
 )
 from paralign.commands.terminal import print_result, reading
+from paralign.config.extras import missing_packages
 from paralign.config.load import load_config
 from paralign.config.run import RunConfig
 from paralign.errors import ConfigError
@@ -89,7 +90,7 @@ def _prepare(config: RunConfig, *, quiet: bool, verify: bool) -> None:
 
 
 def check_trainable(config: RunConfig) -> None:
-    """Check what only training needs: code of paralign's own, and a folder to write to.
+    """Check what only training needs: code of paralign's own, packages, and a folder to write to.
 
     Raises:
         ConfigError: One is missing; all are listed.
@@ -100,6 +101,7 @@ def check_trainable(config: RunConfig) -> None:
             f"program={config.program!r} is code of your own, which `paralign align` judges. Train "
             "it with its own loop, or remove `program`."
         )
+    problems += missing_packages(config)
     folder = Path(config.train.dir)
     try:
         folder.mkdir(parents=True, exist_ok=True)

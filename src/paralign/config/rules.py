@@ -21,7 +21,13 @@ from paralign.config.model_choice import ModelChoice, choose_model
 from paralign.config.references import read_signature
 from paralign.config.run import RunConfig
 from paralign.config.start_rules import start_problems
-from paralign.config.training_rules import optimizer_problems, schedule_problems
+from paralign.config.training_rules import (
+    check_problems,
+    metrics_problems,
+    optimizer_problems,
+    profile_problems,
+    schedule_problems,
+)
 from paralign.data.corpus import Corpus, find_corpus
 from paralign.data.source import check_length
 from paralign.data.tokenizer import BYTES
@@ -339,6 +345,18 @@ def _optimizer(facts: Facts) -> Iterator[str]:
 
 def _training(facts: Facts) -> Iterator[str]:
     yield from schedule_problems(facts.config.schedule, facts.config.train)
+    yield from check_problems(facts.config.train)
+
+
+def _metrics(facts: Facts) -> Iterator[str]:
+    yield from metrics_problems(facts.config.metrics)
+
+
+def _profile(facts: Facts) -> Iterator[str]:
+    config = facts.config
+    # ep adds no ranks; whether it divides is judged by another rule.
+    degrees = config.mesh.model_copy(update={"ep": 1}).degrees
+    yield from profile_problems(config.profile, config.train, degrees.world_size)
 
 
 def _units(facts: Facts) -> Iterator[str]:
@@ -395,5 +413,7 @@ RULES = (
     Rule(needs=("precision",), check=_parts),
     Rule(needs=("optimizer",), check=_optimizer),
     Rule(needs=("schedule", "train"), check=_training),
+    Rule(needs=("metrics",), check=_metrics),
+    Rule(needs=("profile", "train.steps", "mesh"), check=_profile),
     Rule(needs=("fsdp.wrap",), check=_units),
 )

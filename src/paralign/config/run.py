@@ -24,7 +24,9 @@ from paralign.config.keys import (
     tuples,
 )
 from paralign.config.training import (
+    MetricsSection,
     OptimizerSection,
+    ProfileSection,
     ScheduleSection,
     TrainSection,
     ValidationSection,
@@ -321,6 +323,8 @@ class RunConfig(Section):
     schedule: ScheduleSection = ScheduleSection()
     train: TrainSection = TrainSection()
     validation: ValidationSection = ValidationSection()
+    metrics: MetricsSection = MetricsSection()
+    profile: ProfileSection = ProfileSection()
     align: AlignSection = AlignSection()
     program: Annotated[str, Field(min_length=1)] | None = key(
         None,

@@ -111,6 +111,12 @@ class TrainSection(Section):
         example="skip",
         words="stop, skip",
     )
+    check_every: Natural = natural(
+        0,
+        "steps between two looks at whether copies of a tensor on several ranks are the same bits; "
+        "0: none",
+        "100",
+    )
     collect_garbage_every: Natural = natural(
         0, "steps between two collections of garbage, on all ranks at once; 0: as Python does", "50"
     )
@@ -139,4 +145,53 @@ class ValidationSection(Section):
         "most batches of batch.global_batch rows that are looked at; null: all",
         expects="a whole number of at least 1, or null",
         example="20",
+    )
+
+
+class MetricsSection(Section):
+    """What `paralign train` says of itself besides metrics.jsonl, and where."""
+
+    peak_tflops: Positive | None = key(
+        None,
+        "dense peak of one device in precision.compute, in 10^12 operations a second; null: as "
+        "known by its name",
+        expects="a number above 0, or null",
+        example="989.4",
+    )
+    tensorboard: bool = key(
+        False,
+        "write to train.dir/tensorboard as well; extra tensorboard",
+        expects="true or false",
+        example="true",
+    )
+    wandb: Annotated[str, Field(min_length=1)] | None = key(
+        None,
+        "the project of Weights & Biases to write to as well, extra wandb; null: none",
+        expects="the name of a project, or null",
+        example="my-project",
+    )
+    wandb_mode: Literal["online", "offline"] = key(
+        "online",
+        "online; offline: into train.dir/wandb, for `wandb sync`",
+        expects="online or offline",
+        example="online",
+        words="online, offline",
+    )
+
+
+class ProfileSection(Section):
+    """Steps of `paralign train` that torch's profiler traces, into train.dir/profile."""
+
+    first_step: Count | None = key(
+        None,
+        "first step that is traced; null: none",
+        expects="a whole number of at least 1, or null",
+        example="10",
+    )
+    steps: Count = count(3, "how many are", example="3")
+    ranks: Annotated[tuple[Natural, ...], BeforeValidator(tuples)] | None = key(
+        None,
+        "ranks that write a file; null: all",
+        expects="a list of whole numbers of at least 0, or null",
+        example="[0]",
     )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import resource
+import sys
 from types import ModuleType
 
 import torch
@@ -64,6 +66,24 @@ def has_float64(device_type: str) -> bool:
         # Some integrated and data-centre parts lack it.
         return num_devices("xpu") > 0 and bool(torch.xpu.get_device_properties(0).has_fp64)
     return device_type in ("cpu", "cuda")
+
+
+def device_name(device: torch.device) -> str:
+    """Return what the maker calls the device, such as ``"NVIDIA H200"``; for the CPU ``"cpu"``."""
+    if device.type == "cpu":
+        return "cpu"
+    return str(_device_module(device.type).get_device_name(device))
+
+
+def peak_memory(device: torch.device) -> int:
+    """Return the most bytes that tensors of this process have taken on the device so far.
+
+    On the CPU, the largest resident size of the process, with all of its code and data.
+    """
+    if device.type == "cpu":
+        size = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return size if sys.platform == "darwin" else size * 1024  # elsewhere in KiB
+    return int(_device_module(device.type).max_memory_allocated(device))
 
 
 def describe_available() -> str:

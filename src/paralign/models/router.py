@@ -53,11 +53,13 @@ class Tally:
 
     Attributes:
         counts: Tokens sent to each expert ``[E]`` int64, or None: none were counted.
+        taken: What :meth:`take_counts` has returned last: of the last optimizer step.
         loss: Sum of the balance loss, float64, or None.
     """
 
     def __init__(self) -> None:
         self.counts: Tensor | None = None
+        self.taken: Tensor | None = None
         self.loss: Tensor | None = None
 
     def add(self, counts: Tensor, loss: Tensor | None) -> None:
@@ -69,8 +71,8 @@ class Tally:
 
     def take_counts(self) -> Tensor | None:
         """Return the counts and begin anew."""
-        counts, self.counts = self.counts, None
-        return counts
+        self.taken, self.counts = self.counts, None
+        return self.taken
 
     def take_loss(self) -> Tensor | None:
         """Return the loss and begin anew."""

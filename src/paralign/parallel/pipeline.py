@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
 from paralign.blueprint import Blueprint
@@ -24,6 +23,7 @@ from paralign.mesh import Axis
 from paralign.parallel.gradients import Taken, give_back, take_gradients
 from paralign.parallel.relay import run_forward
 from paralign.parallel.stage import Stage, boundary_tensors
+from paralign.parallel.stage_clock import StageClock, TimedStage
 from paralign.parallel.stages import rank_of_stage, split_layers
 from paralign.parallel.support import Plan
 
@@ -87,6 +87,17 @@ class PipelineRuntime:
         self._schedules: dict[tuple[int, int], Any] = {}  # (rows, local sequence) -> schedule
         self._entries: dict[tuple[int, int], list[Tensor]] = {}  # the same -> inputs of stages
         self._normaliser = 1.0
+        self.clock = StageClock(device)
+
+    @property
+    def blueprint(self) -> Blueprint:
+        """How the pieces are composed."""
+        return self._blueprint
+
+    @property
+    def skeleton(self) -> nn.Module:
+        """The whole model on the meta device in the compute dtype; it has no weights."""
+        return self._skeleton
 
     def knows(self, shape: torch.Size) -> bool:
         """Whether a schedule for local batches of this shape has been built."""
@@ -130,9 +141,10 @@ class PipelineRuntime:
         if self._plan.num_stages - 1 in self._stages:
             losses = []
         # Every tensor has rows first: torch cuts all of them on dim 0 into micro-batches.
-        schedule.step(
-            *args, target=tensors["labels"], losses=losses, return_outputs=False, **tensors
-        )
+        with self.clock.step():
+            schedule.step(
+                *args, target=tensors["labels"], losses=losses, return_outputs=False, **tensors
+            )
         give_back(earlier)
         return None if losses is None else torch.stack([loss.detach() for loss in losses]).sum()
 
@@ -184,7 +196,7 @@ class PipelineRuntime:
         num_microbatches = self._plan.num_microbatches
         boundaries = self._boundaries(rows, local_seq)
         stages = [
-            PipelineStage(
+            TimedStage(
                 stage,
                 index,
                 self._plan.num_stages,
@@ -192,6 +204,7 @@ class PipelineRuntime:
                 input_args=boundaries[index][0],
                 output_args=boundaries[index][1],
                 group=self._group,
+                clock=self.clock,
             )
             for index, stage in self._stages.items()
         ]

@@ -23,7 +23,6 @@ from paralign.models.compose import structure_problems
 from paralign.parallel.support import Plan, rules
 from paralign.planning import settle_plan
 from paralign.prove.cost import RankCost, estimate
-from paralign.prove.cost_experts import active_parameters
 from paralign.prove.rows import ranges, rows_of
 from paralign.train.build import (
     build_plans,
@@ -32,6 +31,8 @@ from paralign.train.build import (
     build_tensor,
     check_documents,
 )
+from paralign.train.flops import ModelFlops, count_flops
+from paralign.train.metrics import describe_flops
 
 
 def describe_plan(config: RunConfig, *, verbose: bool = False) -> RenderableType:
@@ -66,9 +67,9 @@ def describe_plan(config: RunConfig, *, verbose: bool = False) -> RenderableType
     )
     declared = declare(model, blueprint, degrees=degrees, plan=plan, fsdp=fsdp, tensor=tensor)
     costs = estimate(model, blueprint, config=config, plan=plan, declared=declared)
-    active = active_parameters(declared, model, blueprint, config)
+    flops = count_flops(model, blueprint, seq_len=config.batch.seq_len)
     return Group(
-        _summary(config, plan, declared, active=active),
+        _summary(config, plan, declared, flops=flops),
         _heading("memory per rank: shards, in float32"),
         _state(costs),
         _heading("memory per rank beside these, at most"),
@@ -87,14 +88,15 @@ def _summary(
     plan: Plan,
     declared: Sequence[ParameterDeclaration],
     *,
-    active: int | None,
+    flops: ModelFlops,
 ) -> RenderableType:
     degrees = config.mesh.degrees
+    active = flops.active_parameters
     name = config.model.name or config.model.build
     size = sum(math.prod(p.shape) for p in declared if not p.tied_to)
     shown = (*MESH_AXES, Axis.EP)
     axes = [f"{axis}={degrees.degree(axis)}" for axis in shown if degrees.degree(axis) > 1]
-    per_token = "" if active is None else f" ({_count(active)} active per token)"
+    per_token = f" ({_count(active)} active per token)" if flops.has_experts else ""
     ranks = f"{degrees.world_size} ranks" if degrees.world_size > 1 else "1 rank"
     pieces = f"{plan.num_microbatches} micro-batch{'es' if plan.num_microbatches > 1 else ''}"
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
@@ -105,9 +107,20 @@ def _summary(
         f"{name}, {_count(size)} parameters{per_token}, on {ranks}"
         f"{': ' if axes else ''}{' '.join(axes)}, {plan.kind.name} with {pieces}",
     )
+    table.add_row("work", _work(config, flops))
     for line in _support(config, plan):
         table.add_row("support", line)
     return table
+
+
+def _work(config: RunConfig, flops: ModelFlops) -> str:
+    rows, seq_len = config.batch.global_batch, config.batch.seq_len
+    tokens = rows * seq_len
+    total = flops.of(num_tokens=tokens, num_pairs=tokens * (seq_len + 1) // 2)
+    # How long documents are is known when they are read.
+    most = "at most " if config.data.packing == "isolated" else ""
+    by_token = describe_flops(total // tokens)
+    return f"{most}{describe_flops(total)} a global batch, {by_token} a token"
 
 
 def _support(config: RunConfig, plan: Plan) -> Iterator[Text]:

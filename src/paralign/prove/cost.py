@@ -18,13 +18,14 @@ from paralign.blueprint import Blueprint
 from paralign.config.run import RunConfig
 from paralign.declaration import ParameterDeclaration
 from paralign.mesh import Axis, Degrees
+from paralign.parallel.context_cores import CoreWatch
 from paralign.parallel.data import ROOT_UNIT
 from paralign.parallel.precision import apply_precision
 from paralign.parallel.stage import boundary_tensors, meta_copy
 from paralign.parallel.stages import split_layers
 from paralign.parallel.support import Plan
 from paralign.prove.cost_activations import stage_activations, waiting
-from paralign.prove.cost_context import CoreWatch, context_traffic
+from paralign.prove.cost_context import context_traffic
 from paralign.prove.cost_experts import ExpertWatch, expert_traffic
 from paralign.prove.cost_tensor import StreamWatch, tensor_traffic
 from paralign.prove.traffic import BYTES, Traffic, all_reduced, sent
@@ -322,7 +323,7 @@ class _Shapes:
         self.pieces = layers  # of every stage
         self.experts = ExpertWatch(skeleton, blueprint, [n for names in layers for n in names])
         first = skeleton.get_submodule(f"{blueprint.layers_name}.0")
-        self.cores = CoreWatch(first, blueprint)
+        self.cores = CoreWatch([first], blueprint)
         self.boundaries = boundary_tensors(
             skeleton,
             blueprint,

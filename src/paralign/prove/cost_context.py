@@ -3,59 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import partial
-from typing import Any
-
-from torch import nn
 
 from paralign.all_to_all import travel_together
-from paralign.blueprint import Blueprint
 from paralign.config.run import RunConfig
 from paralign.mesh import Axis
-from paralign.parallel.context import ContextParallel
+from paralign.parallel.context_cores import CoreWatch
 from paralign.parallel.context_rules import inner_degree, kv_repeats
 from paralign.parallel.support import Plan
 from paralign.prove.traffic import Traffic, sent
-
-
-@dataclass(frozen=True, kw_only=True)
-class Core:
-    """One call of an attention core, on one micro-batch and slice of the sequence."""
-
-    query_bytes: int
-    kv_bytes: int
-    output_bytes: int
-    num_kv_heads: int
-
-
-class CoreWatch:
-    """Sees the calls of the attention cores of one layer on the meta device.
-
-    Args:
-        layer: A layer; all are taken to be like it.
-        blueprint: Where its cores are.
-    """
-
-    def __init__(self, layer: nn.Module, blueprint: Blueprint) -> None:
-        self.calls: list[Core] = []
-        for name, style in blueprint.attention().items():
-            watch = partial(self._watch, style)
-            layer.get_submodule(name).register_forward_pre_hook(watch, with_kwargs=True)
-
-    def _watch(
-        self, style: ContextParallel, core: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
-        q, k, v = style.signature_of(core).read(args, kwargs).qkv
-        output = q.new_empty((*q.shape[:-1], v.shape[-1]))
-        self.calls.append(
-            Core(
-                query_bytes=q.nbytes,
-                kv_bytes=k.nbytes + v.nbytes,
-                output_bytes=output.nbytes,
-                num_kv_heads=k.shape[style.head_dim],
-            )
-        )
 
 
 def context_traffic(

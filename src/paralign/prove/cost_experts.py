@@ -1,4 +1,4 @@
-"""What experts cost: tokens that travel over ep, counts that balance them, and who is active."""
+"""What experts cost: tokens that travel over ep, and counts that balance them."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from paralign.blueprint import Blueprint
-from paralign.config.model_choice import choose_model
 from paralign.config.run import RunConfig
-from paralign.declaration import ParameterDeclaration
 from paralign.mesh import FOLDS, Axis, Degrees
 from paralign.models.router import Router, named_routers
 from paralign.parallel.support import Plan
@@ -116,35 +114,6 @@ def _balance_traffic(
 
 def _named(axes: Sequence[Axis], degrees: Degrees) -> str:
     return " x ".join(str(axis) for axis in axes if degrees.degree(axis) > 1)
-
-
-def active_parameters(
-    declared: Sequence[ParameterDeclaration],
-    model: nn.Module,
-    blueprint: Blueprint,
-    config: RunConfig,
-) -> int | None:
-    """Return how many parameters a token passes; None where no layer is known to have experts.
-
-    Args:
-        declared: All parameters.
-        model: The whole model.
-        blueprint: How it is cut.
-        config: The run.
-    """
-    sizes = choose_model(config.model)
-    num_experts, top_k = sizes.size("num_experts"), sizes.size("top_k")
-    if not num_experts or top_k is None:
-        return None
-    layers = model.get_submodule(blueprint.layers_name)._modules
-    names = [f"{blueprint.layers_name}.{index}" for index in layers]
-    stacks = expert_stacks(model, blueprint, names)
-    active = 0
-    for p in declared:
-        if not p.tied_to:
-            size = math.prod(p.shape)
-            active += size * top_k // num_experts if _is_in(p.name, list(stacks)) else size
-    return active
 
 
 def _is_in(name: str, pieces: Sequence[str]) -> bool:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,9 +20,14 @@ from paralign.train.build import build_data, build_program, training_numerics
 from paralign.train.checkpoint import Checkpoint, Checkpoints, find_checkpoints
 from paralign.train.checkpoint_load import load
 from paralign.train.data import open_held_out
+from paralign.train.garbage import garbage_by_hand
+from paralign.train.journal import Journal
 from paralign.train.local_shards import on_local_shards
-from paralign.train.metrics import Metrics, MetricsFile, Validation
+from paralign.train.meter import Meter
+from paralign.train.metrics import Metrics, Validation
 from paralign.train.optimizer import build_optimizer
+from paralign.train.profiling import traced_steps
+from paralign.train.replicas import ReplicaCheck
 from paralign.train.schedule import Schedule
 from paralign.train.seed import check_holds_all
 from paralign.train.start import start_program
@@ -79,16 +82,20 @@ def run_training(config: RunConfig, say: Say) -> Ended:
         say: Told what goes on, on the first rank.
 
     Comm:
-        Besides what :meth:`paralign.program.Program.step` does: two all-reduces of one number a
-        step, and for checkpoints what :class:`paralign.train.checkpoint.Checkpoints` says.
+        Besides what :meth:`paralign.program.Program.step` does, two all-reduces of one number a
+        step, and what :meth:`paralign.train.meter.Meter.take` does for a line,
+        :func:`paralign.train.replicas.find_differences` every ``train.check_every`` steps, and
+        :class:`paralign.train.checkpoint.Checkpoints` for checkpoints.
 
     Raises:
         ConfigError: The checkpoint is of a run with another model, data or optimizer.
-        TrainingError: A gradient is not finite, or a checkpoint cannot be written or read.
+        TrainingError: A gradient is not finite, copies of a tensor differ, or a checkpoint cannot
+            be written or read.
     """
     with stop_on_signals() as request:
         run = TrainingRun(config, say if dist.get_rank() == 0 else lambda text: None)
-        return run.train(request)
+        with run.journal:
+            return run.train(request)
 
 
 class TrainingRun:
@@ -118,29 +125,35 @@ class TrainingRun:
             keep=config.train.keep,
             is_async=config.train.async_save,
         )
+        self._meter = Meter(self._program, config)
         self._step = 0
         self._num_tokens = 0
         self._saved_step: int | None = None
         self._resume()
-        self._file: MetricsFile | None = None
-        if dist.get_rank() == 0:
-            self._file = MetricsFile(self._folder, step=self._step)
+        self._copies = ReplicaCheck(
+            self._program, every=config.train.check_every, alike_at=self._step
+        )
+        self.journal = Journal(
+            config, self._folder, step=self._step, is_writer=dist.get_rank() == 0
+        )
 
     def train(self, request: StopRequest) -> Ended:
         """Make the steps that are left."""
         section = self._config.train
         done: Step | None = None
-        began, step_then = time.perf_counter(), self._step
         is_asked = False
-        with _garbage_by_hand(section.collect_garbage_every) as collect:
+        self._meter.begin()
+        with (
+            garbage_by_hand(section.collect_garbage_every) as collect,
+            traced_steps(self._config.profile, self._folder, self._say) as traced,
+        ):
             while self._step < section.steps and not is_asked:
-                done = self.step()
+                with traced(self._step + 1):
+                    done = self.step()
                 collect(self._step)
                 if self._step % section.log_every == 0 or self._step == section.steps:
-                    elapsed = time.perf_counter() - began
-                    self._log(done, (self._step - step_then) / elapsed)
-                    began, step_then = time.perf_counter(), self._step
-                began += self._validate()
+                    self._log(done)
+                self._meter.pause(self._validate())
                 is_asked = request.agreed(self._program.device)
                 if section.save_every and self._step % section.save_every == 0:
                     self._save()
@@ -159,10 +172,9 @@ class TrainingRun:
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         first = self._step * train.accumulate
-        batches = [
-            program.shard(self._data.global_batch(first + number))
-            for number in range(train.accumulate)
-        ]
+        whole = [self._data.global_batch(first + number) for number in range(train.accumulate)]
+        self._meter.count(whole)
+        batches = [program.shard(batch) for batch in whole]
         num_tokens = sum(batch.num_global_tokens for batch in batches)
         loss = 0.0
         parts: dict[str, float] = {}
@@ -174,6 +186,7 @@ class TrainingRun:
         # Before clipping, which would spread one bad number over all gradients.
         norm = program.grad_norm()
         if bool(torch.isfinite(norm)):
+            self._copies.look(self._step + 1)
             if clip is not None:
                 program.clip_grad_norm_(clip, norm=norm)
             program.update_routers()
@@ -206,20 +219,14 @@ class TrainingRun:
             )
         self._say(f"{text}\nleft out, as train.on_nonfinite=skip says")
 
-    def _log(self, done: Step, steps_per_s: float) -> None:
-        batch = self._config.batch
-        tokens = batch.global_batch * batch.seq_len * self._config.train.accumulate
-        metrics = Metrics(
-            step=self._step,
-            **vars(done),
-            num_tokens=self._num_tokens,
-            tokens_per_s=tokens * steps_per_s,
+    def _log(self, done: Step) -> None:
+        measured = vars(self._meter.take())
+        self._report(
+            Metrics(step=self._step, **vars(done), num_tokens=self._num_tokens, **measured)
         )
-        self._report(metrics)
 
     def _report(self, line: Metrics | Validation) -> None:
-        if self._file is not None:
-            self._file.write(line)
+        self.journal.write(line)
         self._say(line.text(self._config.train.steps))
 
     def _validate(self) -> float:
@@ -308,27 +315,6 @@ class TrainingRun:
             raise ConfigError.from_problems(
                 f"{checkpoint.path} is of another training run. {fix}", problems
             )
-
-
-@contextmanager
-def _garbage_by_hand(every: int) -> Iterator[Callable[[int], None]]:
-    """Collect garbage every so many steps, on all ranks at once, instead of when Python likes.
-
-    A collection stops a rank for some milliseconds, and all others that wait for it.
-    """
-    was_enabled = gc.isenabled()
-    if every:
-        gc.disable()
-
-    def collect(step: int) -> None:
-        if every and step % every == 0:
-            gc.collect()
-
-    try:
-        yield collect
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def run_local_rank(config: RunConfig) -> Ended:

@@ -14,6 +14,21 @@ FILE = "metrics.jsonl"
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExpertLoad:
+    """See :func:`paralign.train.expert_load.expert_loads`.
+
+    Attributes:
+        worst: The largest of all layers.
+        layer: The router that has it.
+        mean: Of all layers.
+    """
+
+    worst: float
+    layer: str
+    mean: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class Metrics:
     """One line.
 
@@ -25,6 +40,14 @@ class Metrics:
         lr: Learning rate of the last step.
         num_tokens: Valid tokens trained on since the run began.
         tokens_per_s: All tokens, padding as well, a second since the line before.
+        flops_per_s: Operations a second that the model needed, on all devices together; see
+            :mod:`paralign.train.flops`.
+        utilisation: The same as a share of what the devices can do at most; None: not known.
+        peak_memory: Bytes that a rank has taken at most since it began; the largest of all ranks.
+        pipeline_bubble: Share of the steps since the line before, from the first message to the
+            last, in which ranks did not work on a stage: mean of all ranks. None: one stage.
+        expert_load: Tokens of the busiest expert, as a multiple of the mean of its layer, in the
+            last step: of the worst layer, and the mean of all. None: there are no experts.
     """
 
     step: int
@@ -34,15 +57,28 @@ class Metrics:
     lr: float
     num_tokens: int
     tokens_per_s: float
+    flops_per_s: float
+    utilisation: float | None
+    peak_memory: int
+    pipeline_bubble: float | None
+    expert_load: ExpertLoad | None
 
     def text(self, num_steps: int) -> str:
         """Return the line for a terminal."""
         balance = self.loss_parts.get("balance", 0.0)
         extra = f" (balance {balance:.4g})" if balance else ""
+        share = "" if self.utilisation is None else f" ({self.utilisation:.1%} of peak)"
         return (
             f"step {self.step}/{num_steps}: loss {self.loss:.4f}{extra}, norm {self.norm:.3g}, "
-            f"lr {self.lr:.3g}, {self.tokens_per_s:,.0f} tokens/s"
+            f"lr {self.lr:.3g}, {self.tokens_per_s:,.0f} tokens/s, "
+            f"{describe_flops(self.flops_per_s)}/s{share}, {self.peak_memory / 2**30:.2f} GiB"
+            f"{self._more()}"
         )
+
+    def _more(self) -> str:
+        bubble, load = self.pipeline_bubble, self.expert_load
+        parts = "" if bubble is None else f", bubble {bubble:.0%}"
+        return parts if load is None else f"{parts}, busiest expert {load.worst:.2f}x"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,3 +151,10 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
         except ValueError:
             continue
     return found
+
+
+def describe_flops(number: float) -> str:
+    """Return ``"3.2 TFLOP"``."""
+    units = ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+    size, unit = next((pair for pair in units if number >= pair[0]), (1.0, ""))
+    return f"{number / size:.3g} {unit}FLOP"
