@@ -17,7 +17,9 @@ from tests.align.explain.test_expert_parts import output
 BALANCE = 0.25  # what experts add to the loss
 
 
-def scene(made: float, *, tp: int = 2, ok: bool = True) -> tuple[Any, Any, Tensor, Tensor]:
+def scene(
+    made: float, *, tp: int = 2, ok: bool = True, width: int = 12
+) -> tuple[Any, Any, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(2, 5, 12, generator=generator, dtype=torch.float64)
     labels = torch.randint(12, (2, 5), generator=generator)
@@ -25,7 +27,7 @@ def scene(made: float, *, tp: int = 2, ok: bool = True) -> tuple[Any, Any, Tenso
     items = {
         Kind.OUTPUT: [
             output("norm", logits, logits, ok=True),
-            output("head", logits, logits, ok=ok),
+            output("head", logits[..., :width], logits[..., :width], ok=ok),
         ],
         Kind.INPUT: [output("labels", labels, labels, ok=True)],
     }
@@ -65,4 +67,6 @@ def test_another_loss_and_logits_that_are_wrong_are_not_explained():
     context, row, *_ = scene(made, ok=False)
     assert explain_own_vocabulary(context, 0, row) is None
     context, row, *_ = scene(made, tp=1)
+    assert explain_own_vocabulary(context, 0, row) is None
+    context, row, *_ = scene(made, width=6)  # no logits: labels are no features of it
     assert explain_own_vocabulary(context, 0, row) is None

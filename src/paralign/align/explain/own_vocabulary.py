@@ -41,6 +41,8 @@ def explain_own_vocabulary(context: Context, step: int, row: TensorRow) -> Findi
     if whole.shape[:2] != labels.shape or not bool(is_valid.any()):
         return None
     index = labels.masked_fill(~is_valid, 0).long().unsqueeze(-1)
+    if not int(index.max()) < whole.shape[-1]:
+        return None  # the head's output was not recorded, and this is another module's
     of_labels = whole.gather(-1, index).squeeze(-1)
 
     def loss(words: Tensor) -> float:
