@@ -12,13 +12,16 @@ from tests.train.test_trackers import scalars
 pytestmark = pytest.mark.ranks
 
 
-def test_steps_are_traced_on_chosen_ranks_and_nothing_else_changes(tmp_path):
-    mesh = {"pp": 2, "dp_shard": 2}
-    plain = training_config(tmp_path / "plain", mesh=mesh)
+def test_steps_are_traced_on_chosen_ranks_and_a_run_that_is_watched_is_bitwise_the_same(tmp_path):
+    # Tied copies on two stages, and replicas: all that train.check_every looks at has copies.
+    mesh, model = {"pp": 2, "dp_replicate": 2}, {"tie_embeddings": True}
+    plain = training_config(tmp_path / "plain", mesh=mesh, model=model)
     run(plain)
     watched = training_config(
         tmp_path / "watched",
         mesh=mesh,
+        model=model,
+        train={"check_every": 1},
         profile={"first_step": 2, "steps": 2, "ranks": (0, 3)},
         metrics={"tensorboard": True, "peak_tflops": 1.0},
     )
