@@ -12,6 +12,7 @@ from torch import Tensor
 
 from paralign.align.budget import EPS, UNCALIBRATED_EPS
 from paralign.align.explain.context import Context
+from paralign.align.explain.own_parts import experts_of_ranks
 from paralign.align.explain.proof import Proof, parts_of, pieces_once
 from paralign.align.inspect.feed import role_of
 from paralign.align.judge import Compared
@@ -47,7 +48,7 @@ def prove_rounded(context: Context, item: Compared) -> Proof | None:
         if before <= UNCALIBRATED_EPS[dtype].value * EPS[dtype] and _is_representable(item, dtype):
             noise = before / EPS[dtype]
             if item.moment.kind == Kind.GRAD and not _is_rounded_once(item, dtype):
-                return _proof_of_sums(context, dtype, noise)
+                return _proof_of_sums(context, item, dtype, noise)
             return _proof(dtype, noise, True, _component(item))
     return None
 
@@ -104,13 +105,16 @@ def _is_rounded_once(item: Compared, dtype: str) -> bool:
     return same >= _NEARLY_ALL * elements
 
 
-def _proof_of_sums(context: Context, dtype: str, noise: float) -> Proof:
+def _proof_of_sums(context: Context, item: Compared, dtype: str, noise: float) -> Proof:
     """Say that gradients were added up in a narrow dtype.
 
     What ranks have added up exactly is in general no number of the narrow dtype, whatever they
     added. So where gradients are reduced over ranks, the reduction itself was narrow.
     """
-    is_reduced = any(role_of(axis) in _REDUCING for axis in context.mesh.live)
+    # An expert has the tokens of all ranks of ep; only what is beside ep is left to be reduced.
+    is_expert = bool(experts_of_ranks(context, item.row.name.rpartition(".")[0]))
+    axes = context.mesh.others(("ep",)) if is_expert else context.mesh.live
+    is_reduced = any(role_of(axis) in _REDUCING for axis in axes)
     component = "reduction" if is_reduced else "backward"
     proof = _proof(dtype, noise, True, component)
     proof.component = component
