@@ -160,6 +160,8 @@ class MeshAxes:
             if len(ranks) == 1
             or math.prod(len(other) for other in axes.values() if other < ranks) != len(ranks)
         }
+        self.all_sizes = {axis: len(ranks) for axis, ranks in trace.ranks[0].axes.items()}
+        """Those that are products of others as well."""
         self._groups = {
             axis: {index.rank: tuple(index.axes.get(axis, [index.rank])) for index in trace.ranks}
             for axis in self.sizes

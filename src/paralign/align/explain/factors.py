@@ -133,11 +133,12 @@ def name_source(
     factor = factor_of(proof)
     sources = [] if factor is None else sources_of(factor, context.sizes)
     sources = [source for source in sources if context.mesh.is_named or "world" not in source]
-    if experts and ("ep",) in sources:
+    ep = context.mesh.all_sizes.get("ep", 1)  # also where it is the ranks of other axes together
+    if experts and ep > 1 and factor in (ep, Fraction(1, ep)):
         proof.component, proof.axes = "reduction", ("ep",)
         proof.detail["tensors_are"] = "all experts"
         proof.text = (
-            f"These are all that ep cuts, and the factor is the size of ep={context.sizes['ep']}. "
+            f"These are all that ep cuts, and the factor is the size of ep={ep}. "
             "An expert has the tokens of all ranks of ep, so its gradient is their sum already: "
             "scale it like any other."
         )

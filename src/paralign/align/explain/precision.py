@@ -111,10 +111,10 @@ def _proof_of_sums(context: Context, item: Compared, dtype: str, noise: float) -
     What ranks have added up exactly is in general no number of the narrow dtype, whatever they
     added. So where gradients are reduced over ranks, the reduction itself was narrow.
     """
-    # An expert has the tokens of all ranks of ep; only what is beside ep is left to be reduced.
-    is_expert = bool(experts_of_ranks(context, item.row.name.rpartition(".")[0]))
-    axes = context.mesh.others(("ep",)) if is_expert else context.mesh.live
-    is_reduced = any(role_of(axis) in _REDUCING for axis in axes)
+    own = experts_of_ranks(context, item.row.name.rpartition(".")[0])
+    is_reduced = any(role_of(axis) in _REDUCING for axis in context.mesh.live)
+    if own:  # an expert has the tokens of all ranks of ep; it is reduced if it is held twice
+        is_reduced = len(set(own.values())) < len(own)
     component = "reduction" if is_reduced else "backward"
     proof = _proof(dtype, noise, True, component)
     proof.component = component
