@@ -93,3 +93,11 @@ def test_the_peak_on_the_cpu_is_at_least_what_is_taken_now():
     assert device_name(cpu) == "cpu"
     resident = int(STATM.read_text().split()[1]) * resource.getpagesize()
     assert 0.9 * resident <= peak_memory(cpu) < 100 * resident
+
+
+def test_an_accelerator_is_asked_for_its_name_and_its_peak(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"Fast {device.index}")
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 1000 + device.index)
+    device = torch.device("cuda", 3)
+    assert device_name(device) == "Fast 3"
+    assert peak_memory(device) == 1003

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -79,3 +79,33 @@ def test_what_is_measured_is_measured_once():
     work, whole = clock.take()
     assert work == 0 and whole >= 0.01
     assert clock.take() == (0, 0)
+
+
+class _Event:
+    """Stands for an accelerator's: it is read only when the device has come to it."""
+
+    times: ClassVar = iter([1.0, 2.0, 5.0, 9.0])  # milliseconds
+    waited: ClassVar[list[float]] = []
+
+    def __init__(self, device: torch.device, *, enable_timing: bool) -> None:
+        assert device.type == "cuda" and enable_timing
+
+    def record(self) -> None:
+        self.time = next(self.times)
+
+    def synchronize(self) -> None:
+        self.waited.append(self.time)
+
+    def elapsed_time(self, end: _Event) -> float:
+        assert self.waited
+        return end.time - self.time
+
+
+def test_on_an_accelerator_events_are_read_at_the_end(monkeypatch):
+    monkeypatch.setattr(torch, "Event", _Event)
+    clock = StageClock(torch.device("cuda"))
+    clock.is_on = True
+    with clock.step(), clock.work():
+        assert not _Event.waited
+    assert clock.take() == (0.003, 0.008)
+    assert _Event.waited == [9.0]  # the last one, once
