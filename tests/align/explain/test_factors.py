@@ -2,13 +2,18 @@ from __future__ import annotations
 
 from fractions import Fraction
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from paralign.align import compare
 from paralign.align.explain.candidates import names_cause, names_place
+from paralign.align.explain.factors import name_source
+from paralign.align.explain.proof import Proof
 from paralign.align.trace import Kind
 from tests.align.explain.scene import Scene, scaled
+from tests.align.explain.test_context import mesh_of
 from tests.align.synthetic import toy_step, with_kind, write_trace
 
 NAME = "embed.weight"
@@ -118,3 +123,15 @@ def test_the_loss_is_what_is_scaled_if_it_has_the_factor_too(tmp_path: Path) -> 
     assert (finding.component, finding.cause) == ("loss", "constant_factor")
     assert finding.axes == ["cp"]
     assert finding.evidence["gradients"] == 4
+
+
+@pytest.mark.parametrize("ep", [3, 6])
+@pytest.mark.parametrize("experts", [True, False])
+def test_all_experts_with_a_factor_of_ep(ep: int, experts: bool) -> None:
+    """Also where the ranks of ep are those of dp_shard x tp, which have the size 6 too."""
+    mesh = mesh_of(pp=2, dp_shard=3, tp=2, ep=ep)
+    context: Any = SimpleNamespace(mesh=mesh, sizes=dict(mesh.sizes))
+    proof = Proof("constant_factor", 0.0, detail={"factor": str(ep)})
+    name_source(context, proof, everywhere=False, experts=experts)
+    assert (proof.axes == ("ep",)) is experts
+    assert ("all that ep cuts" in proof.text) is experts
