@@ -220,7 +220,7 @@ def _run_reference(config: RunConfig, frozen: Sequence[str]) -> Reference:
     model, blueprint = build_pieces(config, precision.master)
     initialise_whole(model, init_rule(config, blueprint), seed=config.align.seed)
     freeze(model, frozen)
-    step = ReferenceStep(model, blueprint, precision, num_rows=4)
+    step = ReferenceStep(model, blueprint, precision, num_rows=4, dropout_seed=config.align.seed)
     clip = partial(torch.nn.utils.clip_grad_norm_, list(model.parameters()))
     names = dict(model.named_parameters())
     biases = named_biases([model])

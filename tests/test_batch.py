@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -192,6 +193,43 @@ def test_what_is_no_tensor_of_whole_numbers_is_refused(name):
     assert problem_of(listed) == (f"{name} is a list. Pass a tensor of whole numbers.")
 
 
+def test_samples_say_what_is_drawn_for_a_token_and_belong_to_the_fingerprint():
+    tokens = torch.arange(24).view(4, 6)
+    whole = shard_batch(
+        {"tokens": tokens, "samples": torch.arange(8, 12)},
+        degrees=Degrees(),
+        rank=0,
+        num_microbatches=1,
+        dropout_seed=3,
+    )
+    draws = whole.tensors["draws"]
+    assert draws.shape == (4, 6) and len(draws.unique()) == 24
+    shares = itertools.product(((0, 1), (2, 3)), ((0, 1, 2), (3, 4, 5)))
+    for rank, (rows, columns) in enumerate(shares):
+        part = shard_batch(
+            {"tokens": tokens, "samples": torch.arange(8, 12)},
+            degrees=Degrees(dp_shard=2, cp=2),
+            rank=rank,
+            num_microbatches=1,
+            dropout_seed=3,
+        )
+        assert torch.equal(part.tensors["draws"], draws[list(rows)][:, list(columns)])
+        assert part.fingerprint == whole.fingerprint
+    other = shard_batch(
+        {"tokens": tokens, "samples": torch.arange(4)},
+        degrees=Degrees(),
+        rank=0,
+        num_microbatches=1,
+        dropout_seed=None,
+    )
+    assert "draws" not in other.tensors and other.fingerprint != whole.fingerprint
+
+
+def test_samples_are_one_number_a_row():
+    batch = {"tokens": torch.arange(24).view(4, 6), "samples": torch.arange(3)}
+    assert "samples (3,) must be one number for each of 4 rows" in problem_of(batch)
+
+
 def test_every_problem_of_a_batch_is_said_at_once():
     batch = {
         "tokens": torch.arange(42).view(6, 7),
@@ -201,7 +239,8 @@ def test_every_problem_of_a_batch_is_said_at_once():
     }
     assert problem_of(batch) == (
         "the global batch cannot be cut:\n"
-        "  - keys ['attention', 'mask'] are not used: pass tokens, labels and documents only\n"
+        "  - keys ['attention', 'mask'] are not used: pass tokens, labels, documents and samples "
+        "only\n"
         "  - labels (6, 8) and tokens (6, 7) must have one shape\n"
         "  - 6 rows do not divide over axis 'dp' (2 ranks) times num_microbatches=2. Use a "
         "multiple of 4\n"

@@ -17,7 +17,7 @@ FILES = sorted(SRC.rglob("*.py"))
 ARROWS = [
     {"errors"},
     {"requirements", "mesh", "layout", "randomness", "loss", "documents"},
-    {"collectives", "all_to_all", "checksum", "contiguous", "local_weights"},
+    {"collectives", "all_to_all", "checksum", "contiguous", "local_weights", "dropout"},
     {"launch", "blueprint", "align"},
     {"testing", "parallel"},
     {"models", "batch"},

@@ -23,12 +23,14 @@ if TYPE_CHECKING:
     from paralign.blueprint import Blueprint as Blueprint
     from paralign.config.load import load_config as load_config
     from paralign.config.run import RunConfig as RunConfig
+    from paralign.dropout import Dropout as Dropout
     from paralign.errors import AlignError as AlignError
     from paralign.errors import ConfigError as ConfigError
     from paralign.errors import ParalignError as ParalignError
     from paralign.errors import RankError as RankError
     from paralign.mesh import Degrees as Degrees
     from paralign.mesh import build_mesh as build_mesh
+    from paralign.parallel.compiled import Compile as Compile
     from paralign.parallel.context import ContextParallel as ContextParallel
     from paralign.parallel.data import FSDP as FSDP
     from paralign.parallel.data import Precision as Precision
@@ -50,10 +52,12 @@ _HOME = {
     "AlignError": "paralign.errors",
     "Batch": "paralign.blueprint",
     "Blueprint": "paralign.blueprint",
+    "Compile": "paralign.parallel.compiled",
     "ConfigError": "paralign.errors",
     "Context": "paralign.parallelize",
     "ContextParallel": "paralign.parallel.context",
     "Degrees": "paralign.mesh",
+    "Dropout": "paralign.dropout",
     "FSDP": "paralign.parallel.data",
     "Fused": "paralign.align.fused",
     "Init": "paralign.randomness",

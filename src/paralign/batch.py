@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from paralign.documents import document_starts
+from paralign.dropout import token_draws
 from paralign.errors import DataError
 from paralign.loss import IGNORE_INDEX, count_valid_tokens, shift_labels
 from paralign.mesh import Degrees
@@ -28,15 +29,17 @@ from paralign.parallel.context import split_sequence_indices
 # float64.
 _FINGERPRINT_BITS = 16
 
+_KEYS = {"tokens", "labels", "documents", "samples"}
+
 
 @dataclass(frozen=True, kw_only=True)
 class LocalBatch:
     """What one rank holds of a global batch.
 
     Attributes:
-        tensors: ``tokens``, ``labels`` and ``positions``, each ``[B / dp, S / cp]`` int64; where
-            attention must stay inside of documents, ``documents`` ``[B / dp, S]``, see
-            ``documents.py``.
+        tensors: ``tokens``, ``labels`` and ``positions``, each ``[B / dp, S / cp]`` int64; with a
+            model that has dropout ``draws`` as well, see ``dropout.py``; where attention must stay
+            inside of documents, ``documents`` ``[B / dp, S]``, see ``documents.py``.
         seq_len: Global sequence length S.
         num_global_tokens: Valid label tokens of the whole global batch.
         num_local_tokens: Valid label tokens here.
@@ -58,6 +61,7 @@ def shard_batch(
     num_microbatches: int,
     load_balance: bool = False,
     token_parts: int = 1,
+    dropout_seed: int | None = None,
 ) -> LocalBatch:
     """Cut this rank's share out of a global batch.
 
@@ -66,6 +70,8 @@ def shard_batch(
             shifted: ``labels[:, t]`` is what ``tokens[:, t]`` should predict, -100 where nothing
             is. Without labels they are the next tokens. Optionally ``documents`` ``[B, S]``:
             neighbours with the same number are of one document, and attention stays inside of it.
+            Optionally ``samples`` ``[B]``: the number of each row in the order of the run, which
+            dropout is drawn by.
         returns: tensors ``[B / dp, S / cp]``; ranks along tp hold the same.
 
     Args:
@@ -75,6 +81,7 @@ def shard_batch(
         num_microbatches: Pieces that the rows are cut into.
         load_balance: Two chunks of the sequence each; see :class:`paralign.Context`.
         token_parts: Ranks that share these tokens somewhere: tp with sequence parallel or experts.
+        dropout_seed: Seed of what the model drops; None: it drops nothing.
 
     Comm:
         None. :meth:`Program.step` compares fingerprints.
@@ -92,17 +99,25 @@ def shard_batch(
     columns = sequence_positions(tokens.shape[1], degrees.cp, load_balance)[coordinates["cp"]]
 
     local_labels = labels[row_slice, columns]
+    positions = columns.expand(rows, -1).contiguous()
+    samples = _integers(global_batch, "samples")
+    drawn = {}
+    if dropout_seed is not None and samples is not None:
+        drawn["draws"] = token_draws(dropout_seed, samples[row_slice], positions)
     return LocalBatch(
         tensors={
             "tokens": tokens[row_slice, columns].contiguous(),
             "labels": local_labels.contiguous(),
-            "positions": columns.expand(rows, -1).contiguous(),
+            "positions": positions,
+            **drawn,
             **{name: tensor[row_slice].contiguous() for name, tensor in whole_rows.items()},
         },
         seq_len=tokens.shape[1],
         num_global_tokens=int(count_valid_tokens(labels)),
         num_local_tokens=int(count_valid_tokens(local_labels)),
-        fingerprint=_fingerprint(tokens, labels, *whole_rows.values()),
+        fingerprint=_fingerprint(
+            tokens, labels, *whole_rows.values(), *([samples] if samples is not None else [])
+        ),
     )
 
 
@@ -143,8 +158,7 @@ def _check(
         if documents is not None and documents.shape == tokens.shape:
             labels[:, :-1][documents[:, 1:] != documents[:, :-1]] = IGNORE_INDEX
     problems = []
-    if extra := sorted(set(global_batch) - {"tokens", "labels", "documents"}):
-        problems.append(f"keys {extra} are not used: pass tokens, labels and documents only")
+    problems += _key_problems(global_batch, tokens)
     problems += _document_problems(tokens, labels, documents)
     if labels.shape != tokens.shape:
         problems.append(
@@ -168,6 +182,20 @@ def _check(
     if problems:
         raise DataError.from_problems("the global batch cannot be cut", problems)
     return tokens, labels
+
+
+def _key_problems(global_batch: Mapping[str, Tensor], tokens: Tensor) -> list[str]:
+    problems = []
+    if extra := sorted(set(global_batch) - _KEYS):
+        problems.append(
+            f"keys {extra} are not used: pass tokens, labels, documents and samples only"
+        )
+    samples = _integers(global_batch, "samples")
+    if samples is not None and samples.shape != tokens.shape[:1]:
+        problems.append(
+            f"samples {tuple(samples.shape)} must be one number for each of {tokens.shape[0]} rows"
+        )
+    return problems
 
 
 def _document_problems(tokens: Tensor, labels: Tensor, documents: Tensor | None) -> list[str]:

@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from paralign.parallel.tensor_base import TensorStyle
 
 # tokens, labels, positions: each [B, S] int64, rows first; see Program.shard. While a step runs,
-# num_tokens as well: a scalar on the CPU, what the sum of token losses is divided by. Where
+# num_tokens as well: a scalar on the CPU, what the sum of token losses is divided by; with a model
+# that has paralign.Dropout, draws: [B, S] int64, to be passed to it, see dropout.py. Where
 # attention must stay inside of documents, documents: [B, S] of whole rows, see documents.py.
 Batch = Mapping[str, Tensor]
 

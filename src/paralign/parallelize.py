@@ -1,10 +1,10 @@
 """Applies the mesh axes to a model in the one legal order, and owns every scale factor.
 
 The order is: pipeline split -> tensor parallel -> loss in chunks -> context parallel -> expert
-parallel -> recomputation -> FSDP -> pipeline runtime. Later ones see the modules that earlier ones
-left, and nothing else works: FSDP must shard the parameters of a finished stage and what tensor and
-expert parallelism left of them, and what is recomputed must hold all that wraps a module but FSDP,
-whose hooks count its calls.
+parallel -> compilation -> recomputation -> FSDP -> pipeline runtime. Later ones see the modules
+that earlier ones left, and nothing else works: FSDP must shard the parameters of a finished stage
+and what tensor and expert parallelism left of them, and what is recomputed must hold all that wraps
+a module but FSDP, whose hooks count its calls.
 
 There is one scale factor in the whole project: token losses are divided by the number of valid
 tokens of the global batch before the backward pass. Everything after that is a sum.
@@ -22,11 +22,18 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from paralign.blueprint import Blueprint
 from paralign.checksum import checksum
+from paralign.dropout import name_dropouts, named_dropouts
 from paralign.errors import ConfigError
 from paralign.layout import local_boxes
 from paralign.mesh import Axis, Degrees, degrees_of, expert_mesh, fold
 from paralign.models.compose import structure_problems
 from paralign.models.router import named_biases, named_routers
+from paralign.parallel.compiled import (
+    Compile,
+    apply_compile,
+    check_compiler,
+    modules_outside,
+)
 from paralign.parallel.data import FSDP, Precision, ReductionCounter, apply_fsdp, plan_units
 from paralign.parallel.expert import ExpertParallel
 from paralign.parallel.pipeline import Pipeline, PipelineRuntime
@@ -72,6 +79,7 @@ def parallelize(
     recompute: Recompute | None = None,
     precision: Precision | None = None,
     loss_chunks: int = 1,
+    compiling: Compile | None = None,
     init: InitRule | None = None,
     seed: int = 0,
 ) -> Program:
@@ -93,9 +101,10 @@ def parallelize(
         precision: Dtypes of the step.
         loss_chunks: Compute logits and loss in so many chunks of the sequence, so that the logits
             of all tokens never exist. Needs ``blueprint.head_name``.
+        compiling: Whether ``torch.compile`` compiles each layer.
         init: Name and global shape of a parameter -> how it starts, for a model on the meta device;
             default ``blueprint.init``.
-        seed: Seed of the initial values.
+        seed: Seed of the initial values, and of what :class:`paralign.Dropout` drops.
 
     Comm:
         With real weights one all-gather of a hash per parameter, to prove them equal.
@@ -113,6 +122,8 @@ def parallelize(
     context = context or Context()
     tensor = tensor or TensorParallel()
     recompute = recompute or Recompute()
+    compiling = compiling or Compile()
+    check_compiler(compiling, mesh.device_type)
     plan = settle_plan(
         model,
         degrees,
@@ -123,6 +134,7 @@ def parallelize(
         tensor=tensor,
         recompute=recompute,
         loss_chunks=loss_chunks,
+        compiling=compiling,
     )
 
     tensors = [*model.parameters(), *model.buffers()]
@@ -138,6 +150,8 @@ def parallelize(
     if not is_meta:
         _check_same_weights(model, degrees)
 
+    name_dropouts(model)
+    has_dropout = bool(named_dropouts([model]))  # of any stage
     skeleton = meta_copy(model, precision.compute)
     apply_precision(skeleton, blueprint, precision)
     stages, pairs = _split(model, mesh, blueprint, plan)
@@ -162,10 +176,14 @@ def parallelize(
         if loss_chunks > 1:
             stage.chunk_loss(loss_chunks)
         _apply_context(stage, mesh, blueprint, context)
+        _share_dropouts(stage, mesh)
         _balance_whole_sequences(stage, mesh)
         experts = _apply_experts(stage, mesh, stacks) if degrees.spreads_experts else []
         for name in stage.layer_names:
-            apply_recompute(stage.get_submodule(name), recompute)
+            layer = stage.get_submodule(name)
+            outside = modules_outside(name, blueprint.attention(), stacks)
+            apply_compile(layer, compiling, outside=outside)
+            apply_recompute(layer, recompute)
         names = [name for name, _ in stage.named_modules() if name]
         apply_fsdp(
             stage,
@@ -210,6 +228,7 @@ def parallelize(
         partial_over_tp=partial_over_tp,
         has_router_biases=has_router_biases,
         returned=returned,
+        dropout_seed=seed if has_dropout else None,
     )
 
 
@@ -296,6 +315,13 @@ def _balance_whole_sequences(stage: Stage, mesh: DeviceMesh) -> None:
 
     for router in named_routers([stage]).values():
         router.sum_over_sequence = sum_over_sequence
+
+
+def _share_dropouts(stage: Stage, mesh: DeviceMesh) -> None:
+    """Let dropouts know which part of the stream, or of features, a rank of tp has."""
+    tp_mesh = mesh[str(Axis.TP)]
+    for module in named_dropouts([stage]).values():
+        module.spread(tp_mesh.get_local_rank(), tp_mesh.size())
 
 
 def _initialise(stage: Stage, init: InitRule, *, seed: int, aliases: dict[str, str]) -> None:

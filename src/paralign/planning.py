@@ -13,8 +13,10 @@ import torch
 from torch import nn
 
 from paralign.blueprint import Blueprint
+from paralign.dropout import foreign_dropouts
 from paralign.errors import ConfigError, ScheduleError
 from paralign.mesh import Degrees
+from paralign.parallel.compiled import Compile
 from paralign.parallel.data import FSDP, Precision, check_units, plan_units
 from paralign.parallel.expert import ExpertParallel
 from paralign.parallel.loss_chunks import head_problems
@@ -39,6 +41,7 @@ def settle_plan(
     tensor: TensorParallel,
     recompute: Recompute,
     loss_chunks: int,
+    compiling: Compile | None = None,
 ) -> Plan:
     """Hold a plan against every rule and fill in what the user left open.
 
@@ -54,13 +57,17 @@ def settle_plan(
         precision=precision,
         loss_chunks=loss_chunks,
         recompute=recompute,
+        compiling=compiling,
     )
+    if found := foreign_dropouts(model):
+        raise ConfigError.from_problems("dropout would differ from mesh to mesh", found)
     check_sharding(model, blueprint, plan, fsdp)
     check_tensor_plan(model, blueprint, degrees, tensor)
     check_experts(model, blueprint, degrees)
     check_loss_chunks(model, blueprint, loss_chunks)
     check_precision(model, blueprint, precision)
     check_recompute(model, blueprint, recompute)
+    check_compile(blueprint, plan, degrees, recompute)
     return plan
 
 
@@ -74,6 +81,7 @@ def resolve_plan(
     precision: Precision,
     loss_chunks: int = 1,
     recompute: Recompute | None = None,
+    compiling: Compile | None = None,
 ) -> Plan:
     """Check the plan against the support table and fill in what the user left open.
 
@@ -95,6 +103,7 @@ def resolve_plan(
         reduce_dtype=_dtype_name(precision.reduce or master),
         loss_chunks=loss_chunks,
         recomputes=(recompute or Recompute()).parts != "none",
+        compiles=(compiling or Compile()).is_on,
     )
     if refused := problems(plan):
         raise ScheduleError.from_problems(f"the plan is refused on {degrees}", refused)
@@ -146,6 +155,43 @@ def check_recompute(model: nn.Module, blueprint: Blueprint, recompute: Recompute
     layers = model.get_submodule(blueprint.layers_name).children()
     if found := recompute_problems(layers, recompute):
         raise ConfigError.from_problems("cannot recompute", found)
+
+
+def check_compile(blueprint: Blueprint, plan: Plan, degrees: Degrees, recompute: Recompute) -> None:
+    """Check that layers can be compiled beside everything else.
+
+    Raises:
+        ConfigError: They cannot; all reasons are listed.
+    """
+    if not plan.compiles:
+        return
+    found = []
+    if degrees.tp > 1:
+        found.append(
+            f"axis 'tp' has {degrees.tp} ranks: every matrix of a layer is multiplied between two "
+            "collectives, which cannot be traced, so that next to nothing would be compiled. Use "
+            "tp=1, or no compiler"
+        )
+    if not isinstance(recompute.parts, str):
+        found.append(
+            f"recompute parts={list(recompute.parts)} are calls inside of a layer, which a graph "
+            "does not make. Use parts='block', or no compiler"
+        )
+    if not isinstance(plan.wrap, str):
+        prefix = f"{blueprint.layers_name}."
+        inner = [
+            name
+            for unit in plan.wrap
+            for name in unit
+            if name.startswith(prefix) and "." in name.removeprefix(prefix)
+        ]
+        if inner:
+            found.append(
+                f"fsdp wrap has units inside of layers ({', '.join(inner)}), which gather their "
+                "parameters in the middle of a graph. List whole layers, or use no compiler"
+            )
+    if found:
+        raise ConfigError.from_problems("layers cannot be compiled", found)
 
 
 def check_tensor_plan(

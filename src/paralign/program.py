@@ -58,6 +58,7 @@ class Program:
         partial_over_tp: Collection[str] = (),
         has_router_biases: bool = False,
         returned: Mapping[str, Returned] | None = None,
+        dropout_seed: int | None = None,
     ) -> None:
         self._stages = dict(stages)
         self._runtime = runtime
@@ -83,6 +84,7 @@ class Program:
         self._loss_parts: dict[str, float] = {}
         self._returned = dict(returned or {})
         self._has_router_biases = has_router_biases  # the same on ranks without a router
+        self._dropout_seed = dropout_seed  # None: no rank's part of the model drops anything
         self._moves_seen: int | None = None  # at a step that router biases have not followed
 
     @property
@@ -180,6 +182,7 @@ class Program:
             num_microbatches=self._plan.num_microbatches,
             load_balance=self._load_balance,
             token_parts=self._token_parts,
+            dropout_seed=self._dropout_seed,
         )
         for name, tensor in local.tensors.items():
             local.tensors[name] = tensor.to(self._device)
@@ -211,6 +214,7 @@ class Program:
                 optimizer has stepped without :meth:`update_routers`.
         """
         self._check_batch(batch, num_tokens)
+        self._check_draws(batch)
         self._check_routers_updated()
         copies = [self._copies(pair) for pair in self._pairs]
         tied = [parameter for pair in copies for parameter in pair if parameter is not None]
@@ -379,6 +383,14 @@ class Program:
             )
         if not self._runtime.knows(batch.tensors["tokens"].shape):
             agree_on_shapes(batch, self._degrees)
+
+    def _check_draws(self, batch: LocalBatch) -> None:
+        if self._dropout_seed is not None and "draws" not in batch.tensors:
+            raise DataError(
+                "the model has dropout, and the global batch does not say which rows it has. Add "
+                "samples: the number of each row in the order of the run, such as "
+                "torch.arange(step * rows, (step + 1) * rows)."
+            )
 
     def _reduction_problems(self) -> list[str]:
         """Make two cheap checks after every step: no communication, no tensor is read."""

@@ -34,7 +34,8 @@ from paralign.errors import ConfigError, LayoutError
 _CHUNK = 1 << 16
 
 # Constants of splitmix64, as signed 64-bit numbers; int64 products wrap around as they should.
-_GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)
+# Multiples of the first are far apart in all bits.
+GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)
 _MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
 _MIX_2 = 0x94D049BB133111EB - (1 << 64)
 
@@ -111,7 +112,7 @@ def fill_(
     if init.kind == "constant":
         return local.fill_(init.mean)
     strides = [math.prod(global_shape[dim + 1 :]) for dim in range(len(global_shape))]
-    keys = _stream_keys(seed, name)
+    keys = stream_keys(seed, name)
     _fill_normal(local, init, keys, [(o, s) for o, s in zip(offsets, strides, strict=True)])
     return local
 
@@ -147,7 +148,7 @@ def _check_box(
         )
 
 
-def _stream_keys(seed: int, name: str) -> tuple[int, int]:
+def stream_keys(seed: int, name: str) -> tuple[int, int]:
     """Return two signed 64-bit keys. A real hash, since Python's ``hash`` changes per process."""
     digest = hashlib.blake2b(f"{int(seed)}:{name}".encode(), digest_size=16).digest()
     return (
@@ -181,7 +182,7 @@ def _fill_normal(
 
 def _normals(index: Tensor, keys: tuple[int, int]) -> Tensor:
     """Return one standard normal per element index (int64), in float64."""
-    counter = index.mul_(_GAMMA)
+    counter = index.mul_(GAMMA)
     radius = _uniform(counter + keys[0]).log_().mul_(-2.0).sqrt_()
     angle = _uniform(counter.add_(keys[1])).mul_(2.0 * math.pi).cos_()
     return radius.mul_(angle)
@@ -189,12 +190,20 @@ def _normals(index: Tensor, keys: tuple[int, int]) -> Tensor:
 
 def _uniform(state: Tensor) -> Tensor:
     """Mix ``state`` (int64, overwritten) and return numbers of (0, 1] in float64."""
-    _xor_shift(state, 30).mul_(_MIX_1)
-    _xor_shift(state, 27).mul_(_MIX_2)
-    _xor_shift(state, 31)
+    mix_(state)
     # The upper 53 bits, as centres of 2**53 cells: never 0, so that the logarithm is finite.
     bits = state.bitwise_right_shift_(11).bitwise_and_((1 << 53) - 1)
     return bits.to(torch.float64).add_(0.5).mul_(2.0**-53)
+
+
+def mix_(state: Tensor) -> Tensor:
+    """Mix the bits of every element of ``state`` (int64, overwritten), and return it.
+
+    Each bit of the result depends on all bits of the element; different elements stay different.
+    """
+    _xor_shift(state, 30).mul_(_MIX_1)
+    _xor_shift(state, 27).mul_(_MIX_2)
+    return _xor_shift(state, 31)
 
 
 def _xor_shift(state: Tensor, shift: int) -> Tensor:

@@ -88,6 +88,12 @@ def test_units_lose_the_layers_that_are_gone():
     assert found.fsdp.wrap == (("embedding", "layers.0"), ("layers.1",), ("norm",))
 
 
+def test_names_of_frozen_parameters_lose_the_layers_that_are_gone():
+    names = ["embedding.*", "layers.1.*", "layers.9.ffn.*", "layers.*.attention.*"]
+    found = small(optimizer={"freeze": names}, pipeline={"num_microbatches": 8}).config
+    assert found.optimizer.freeze == ("embedding.*", "layers.1.*", "layers.*.attention.*")
+
+
 def test_dense_layers_come_first_and_experts_after_them():
     mesh = {"pp": 8, "dp_shard": 16, "cp": 4, "ep": 32}
     found = shrink(

@@ -25,7 +25,10 @@ def test_ignored_is_what_the_loss_ignores():
 
 
 def test_a_batch_has_the_promised_form():
-    batch = byte_source("stdlib", global_batch=4, seq_len=32).global_batch(0)
+    source = byte_source("stdlib", global_batch=4, seq_len=32)
+    batch = source.global_batch(0)
+    assert batch.pop("samples").tolist() == [0, 1, 2, 3]
+    assert source.global_batch(3)["samples"].tolist() == [12, 13, 14, 15]
     assert set(batch) == {"tokens", "labels"}
     for value in batch.values():
         assert value.shape == (4, 32)

@@ -16,10 +16,12 @@ from torch.distributed.fsdp import fully_shard
 import paralign.batch
 import paralign.models.decoder
 import paralign.parallel.data
+import paralign.parallelize
 import paralign.prove.parallel
 import paralign.train.build
 from paralign.config.run import RunConfig
 from paralign.documents import document_starts
+from paralign.dropout import Dropout, token_draws
 from paralign.loss import shift_labels
 from paralign.models.decoder import DecoderBlueprint
 from paralign.parallel.context import ContextParallel
@@ -101,6 +103,65 @@ def documents_of_another_row() -> None:
     _replace(paralign.batch, "document_starts", wrong)
 
 
+def masks_by_rank() -> None:
+    """Draw from a seed of each rank's own."""
+
+    def wrong(seed: int, samples: Tensor, positions: Tensor) -> Tensor:
+        return token_draws(seed + dist.get_rank(), samples, positions)
+
+    _replace(paralign.batch, "token_draws", wrong)
+
+
+def masks_by_local_row() -> None:
+    def wrong(seed: int, samples: Tensor, positions: Tensor) -> Tensor:
+        return token_draws(seed, torch.arange(len(samples)), positions)
+
+    _replace(paralign.batch, "token_draws", wrong)
+
+
+def masks_by_local_position() -> None:
+    def wrong(seed: int, samples: Tensor, positions: Tensor) -> Tensor:
+        return token_draws(seed, samples, torch.arange(positions.shape[1]).expand_as(positions))
+
+    _replace(paralign.batch, "token_draws", wrong)
+
+
+def masks_by_layer_of_the_stage() -> None:
+    """Number the layers of each stage from zero."""
+
+    def wrong(stage: Stage, mesh: Any) -> None:
+        for number, name in enumerate(stage.layer_names):
+            layer = stage.get_submodule(name)
+            for leaf in ("attention_dropout", "ffn_dropout"):
+                module = layer.get_submodule(leaf)
+                assert isinstance(module, Dropout)
+                module.called(f"layers.{number}.{leaf}")
+
+    _replace(paralign.parallelize, "_share_dropouts", wrong)
+
+
+def masks_alike_on_parts_of_the_stream() -> None:
+    """Give every rank of tp the mask of the first part."""
+    spread = Dropout.spread
+    _replace(Dropout, "spread", lambda self, rank, degree: spread(self, 0, degree))
+
+
+def dropouts_not_told_of_tp() -> None:
+    _replace(Dropout, "spread", lambda self, rank, degree: None)
+
+
+def masks_drawn_again_when_recomputed() -> None:
+    """Let every call of a module draw another mask."""
+    forward = Dropout.forward
+    calls = [0]
+
+    def wrong(self: Dropout, x: Tensor, draws: Tensor) -> Tensor:
+        calls[0] += torch._C._current_graph_task_id() != -1  # in the backward pass
+        return forward(self, x, draws + calls[0])
+
+    _replace(Dropout, "forward", wrong)
+
+
 def mean_of_micro_batch_means() -> None:
     """Weigh every micro-batch and rank alike, however many tokens it has."""
 
@@ -175,5 +236,12 @@ BREAKS: dict[str, Callable[[], None]] = {
         ends_outside_every_unit,
         attention_crosses_documents,
         documents_of_another_row,
+        masks_by_rank,
+        masks_by_local_row,
+        masks_by_local_position,
+        masks_by_layer_of_the_stage,
+        masks_alike_on_parts_of_the_stream,
+        dropouts_not_told_of_tp,
+        masks_drawn_again_when_recomputed,
     )
 }

@@ -34,7 +34,9 @@ def text(tmp_path_factory) -> dict[str, Any]:
 def alone(batch: dict[str, Tensor]) -> dict[str, Tensor]:
     """Give every document of a batch a row of its own, from its first position on."""
     rows: list[tuple[Tensor, Tensor]] = []
-    for tokens, labels, numbers in zip(*batch.values(), strict=True):
+    for tokens, labels, numbers in zip(
+        *(batch[name] for name in ("tokens", "labels", "documents")), strict=True
+    ):
         for number in numbers.unique():
             at = numbers == number
             rows.append((tokens[at], labels[at]))

@@ -21,6 +21,7 @@ MESHES = (
 )
 TOLERANCE = 1e-12
 SECTIONS = {
+    "model": {"dropout": 0.1},
     "train": {"steps": 20, "accumulate": 2},
     "data": {"padding": 0.5},
     "optimizer": {"lr": 3e-3, "clip": 0.5, "decay": "matrices"},

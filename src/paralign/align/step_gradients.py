@@ -97,6 +97,9 @@ class StepGradients:
 
     def _write(self, kind: str) -> None:
         entries = self._pieces.gradients(kind, self._step(), self._optimizers())
+        if kind == Kind.CLIPPED_GRAD:
+            # A rank whose parameters are all frozen has nothing that clipping could have changed.
+            entries = [(entry, tensor) for entry, tensor in entries if tensor is not None]
         self._writer().write(f"step{self._step()}.{kind}", entries)
 
     def _forget_stale(self) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
+from paralign.config.compile_rules import compile_problems
 from paralign.config.data_rules import (
     packing_problems,
     tokenizer_problems,
@@ -104,6 +105,7 @@ def plan_of(config: RunConfig, model: ModelChoice | None = None) -> Plan:
         reduce_dtype=config.precision.reduce,
         loss_chunks=config.loss.chunks,
         recomputes=config.recompute.parts != "none",
+        compiles=config.compile.backend != "none",
     )
 
 
@@ -283,6 +285,10 @@ def _loss(facts: Facts) -> Iterator[str]:
         )
 
 
+def _compile(facts: Facts) -> Iterator[str]:
+    yield from compile_problems(facts.config)
+
+
 def _start(facts: Facts) -> Iterator[str]:
     yield from start_problems(facts.config, facts.model.config)
 
@@ -383,7 +389,10 @@ RULES = (
     Rule(needs=("mesh", "model", "batch"), check=_world),
     Rule(needs=("pipeline.schedule",), check=_schedule),
     Rule(
-        needs=("pipeline", "mesh.pp", "fsdp", "precision", "loss", "recompute", "model"),
+        needs=(
+            *("pipeline", "mesh.pp", "fsdp", "precision", "loss", "recompute", "compile"),
+            "model",
+        ),
         check=_plan,
     ),
     Rule(
@@ -411,6 +420,7 @@ RULES = (
     Rule(needs=("data.packing", "batch.seq_len"), check=_packing),
     Rule(needs=("validation",), check=_validation),
     Rule(needs=("precision",), check=_parts),
+    Rule(needs=("compile", "mesh.tp", "recompute", "align.record", "program"), check=_compile),
     Rule(needs=("optimizer",), check=_optimizer),
     Rule(needs=("schedule", "train"), check=_training),
     Rule(needs=("metrics",), check=_metrics),

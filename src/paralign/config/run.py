@@ -201,6 +201,19 @@ class RecomputeSection(Section):
     )
 
 
+class CompileSection(Section):
+    """Whether `torch.compile` compiles each block."""
+
+    backend: Literal["none", "inductor", "aot_eager", "eager"] = key(
+        "none",
+        "none; inductor: torch's compiler; aot_eager, eager: graphs that run as they are, to look "
+        "for trouble",
+        expects="one of none, inductor, aot_eager, eager",
+        example="inductor",
+        words="none, inductor, aot_eager, eager",
+    )
+
+
 class BatchSection(Section):
     """How many tokens one optimizer step sees, over all ranks and micro-batches."""
 
@@ -315,6 +328,7 @@ class RunConfig(Section):
     context: ContextSection = ContextSection()
     tensor: TensorSection = TensorSection()
     recompute: RecomputeSection = RecomputeSection()
+    compile: CompileSection = CompileSection()
     batch: BatchSection = BatchSection()
     loss: LossSection = LossSection()
     data: DataSection = DataSection()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -91,6 +91,7 @@ def _copy(config: RunConfig, small: Degrees) -> RunConfig:
         "mesh": _with(config.mesh, **asdict(small)),
         "pipeline": _with(config.pipeline, **pipeline),
         "fsdp": _with(config.fsdp, wrap=wrap),
+        "optimizer": _with(config.optimizer, freeze=_present(config.optimizer.freeze, num_layers)),
         "context": _with(config.context, **context),
         "batch": _with(config.batch, global_batch=global_batch, seq_len=seq_len),
         "loss": _with(config.loss, chunks=chunks),
@@ -206,13 +207,18 @@ def _wrap(wrap: Any, num_layers: int | None) -> Any:
     """Leave modules of layers that are gone out of the units."""
     if isinstance(wrap, str) or num_layers is None:
         return wrap
-    units = [
-        tuple(
-            name for name in unit if not (found := _LAYER.match(name)) or int(found[1]) < num_layers
-        )
-        for unit in wrap
-    ]
+    units = [_present(unit, num_layers) for unit in wrap]
     return tuple(unit for unit in units if unit) or "blocks"
+
+
+def _present(names: Sequence[str], num_layers: int | None) -> tuple[str, ...]:
+    """Leave out names, or patterns of names, in layers that are gone."""
+    found = [(name, _LAYER.match(name)) for name in names]
+    return tuple(
+        name
+        for name, layer in found
+        if layer is None or num_layers is None or int(layer[1]) < num_layers
+    )
 
 
 def _model(

@@ -16,7 +16,7 @@ from paralign.config.run import RunConfig
 from paralign.errors import ConfigError
 from paralign.weights.folders import complete_checkpoints, describe, find_place
 
-_ONLY_TRAINING = ("balance_loss", "bias_update_speed", "init_std")
+_ONLY_TRAINING = ("balance_loss", "bias_update_speed", "dropout", "init_std")
 
 
 def start_problems(config: RunConfig, model: Any) -> Iterator[str]:

@@ -59,6 +59,14 @@ class OptimizerSection(Section):
         expects="a number above 0, or null",
         example="1.0",
     )
+    freeze: Annotated[tuple[Annotated[str, Field(min_length=1)], ...], BeforeValidator(tuples)] = (
+        key(
+            (),
+            "names of parameters that stay as they are, * for any text",
+            expects="a list of names",
+            example='["embedding.*", "layers.0.*"]',
+        )
+    )
 
 
 class ScheduleSection(Section):

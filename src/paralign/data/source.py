@@ -136,14 +136,18 @@ class TokenSource:
             ``tokens`` and ``labels``, each ``[global_batch, seq_len]`` int64 on the CPU. Labels are
             already shifted: the label of a token is the one after it, also across the end of the
             row, and -100 where its document ends or the tail is masked. Where attention must not
-            cross documents, ``documents`` as well: equal numbers for tokens of one document.
+            cross documents, ``documents`` as well: equal numbers for tokens of one document. And
+            ``samples`` ``[global_batch]``: the rows' numbers in the order of the run.
 
         Raises:
             DataError: A file has changed or become unreadable since the start.
         """
+        import torch
+
         first = step * self.num_rows_per_batch
         served = range(first, first + self.num_rows_per_batch)
-        return batch_of([self._masked(number) for number in served], self.seq_len)
+        batch = batch_of([self._masked(number) for number in served], self.seq_len)
+        return {**batch, "samples": torch.tensor(served)}
 
     def _masked(self, served: int) -> Row:
         """Return the ``served``-th row, without what its padding hides."""

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from paralign.blueprint import Batch, Blueprint
+from paralign.dropout import name_dropouts
 from paralign.errors import ConfigError
 from paralign.models.rules import did_you_mean
 from paralign.parallel.stage import Stage
@@ -30,7 +31,8 @@ def check_composition(model: nn.Module, blueprint: Blueprint, batch: Batch) -> N
     Args:
         model: The whole model, with real weights.
         blueprint: Its blueprint.
-        batch: ``tokens`` and ``positions``, each ``[B, S]``: whole sequences.
+        batch: ``tokens`` and ``positions``, each ``[B, S]``: whole sequences. With dropout
+            ``draws`` as well.
 
     Raises:
         ConfigError: Names that match nothing, parameters in no piece or in two, or the first piece
@@ -44,6 +46,7 @@ def check_composition(model: nn.Module, blueprint: Blueprint, batch: Batch) -> N
             f"{type(model).__name__} is on the meta device, so that its composition cannot be run. "
             "Give the model real weights, on the CPU if they fit nowhere else."
         )
+    name_dropouts(model)
     own = _Run()
     composed = _Run()
     with torch.no_grad():

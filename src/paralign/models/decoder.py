@@ -28,11 +28,13 @@ class Context(NamedTuple):
         rotary: Of this rank's positions.
         predicted: See :class:`paralign.models.router.Router`.
         mask: Of whole rows, ``[B, 1, S, S]``; None: attention is causal and nothing else.
+        draws: Of this rank's tokens, ``[B, S]``, see ``dropout.py``; None outside a training step.
     """
 
     rotary: Rotary
     predicted: Predicted | None
     mask: Tensor | None = None
+    draws: Tensor | None = None
 
 
 class DecoderBlueprint(Blueprint):
@@ -46,9 +48,10 @@ class DecoderBlueprint(Blueprint):
         residual_names: Ends of the names of projections that write into the residual stream; theirs
             is smaller by ``sqrt(2 * num_layers)``, so that the stream does not grow with depth.
         sizes: Which layers have experts.
+        has_dropout: Whether embedding, attention and feed-forward are followed by a dropout.
     """
 
-    prologue_names = ("embedding",)
+    prologue_names: tuple[str, ...] = ("embedding",)
     layers_name = "layers"
     epilogue_names = ("norm", "head")
     head_name = "head"
@@ -63,7 +66,11 @@ class DecoderBlueprint(Blueprint):
         init_std: float,
         residual_names: tuple[str, ...],
         sizes: MoeSizes,
+        has_dropout: bool = False,
     ) -> None:
+        self._has_dropout = has_dropout
+        if has_dropout:
+            self.prologue_names = ("embedding", "embedding_dropout")
         self._has_experts = [sizes.is_moe_layer(index) for index in range(num_layers)]
         self._has_shared = sizes.shared_hidden_size > 0
         self._init_std = init_std
@@ -78,11 +85,19 @@ class DecoderBlueprint(Blueprint):
         """Return the tables of this rank's positions; ``seq_len`` does not enter."""
         documents = batch.get("documents")
         positions = positions_inside(batch["positions"], documents)
-        return Context(self.rotary(positions), predicted_of(batch), document_mask(documents))
+        return Context(
+            self.rotary(positions),
+            predicted_of(batch),
+            document_mask(documents),
+            batch.get("draws"),
+        )
 
     def prologue(self, pieces: nn.Module, batch: Batch, context: Context) -> Tensor:
         """Embed the tokens."""
-        return cast(Tensor, pieces.get_submodule("embedding")(batch["tokens"]))
+        x = pieces.get_submodule("embedding")(batch["tokens"])
+        if self._has_dropout:
+            x = pieces.get_submodule("embedding_dropout")(x, context.draws)
+        return cast(Tensor, x)
 
     def layer(self, layer: nn.Module, x: Tensor, context: Context) -> Tensor:
         """Run one layer."""
@@ -96,7 +111,10 @@ class DecoderBlueprint(Blueprint):
     def forward(self, model: nn.Module, batch: Batch) -> Tensor:
         """Run the model's own ``forward`` with the batch's positions."""
         predicted, documents = predicted_of(batch), batch.get("documents")
-        return cast(Tensor, model(batch["tokens"], batch["positions"], predicted, documents))
+        return cast(
+            Tensor,
+            model(batch["tokens"], batch["positions"], predicted, documents, batch.get("draws")),
+        )
 
     def attention(self) -> dict[str, ContextParallel]:
         """Name the attention core and its layout."""
@@ -127,9 +145,17 @@ class DecoderBlueprint(Blueprint):
             "layers.*.ffn_norm": TokenWise(),
             **self._dense(),
             **self._routed(),
+            **self._dropouts(),
             "norm": TokenWise(),
             "head": VocabularyHead(),
         }
+
+    def _dropouts(self) -> dict[str, TensorStyle]:
+        """Say that dropouts return the stream."""
+        from paralign.parallel.tensor_styles import TokenWise
+
+        names = ("embedding_dropout", "layers.*.attention_dropout", "layers.*.ffn_dropout")
+        return {name: TokenWise() for name in names} if self._has_dropout else {}
 
     def _dense(self) -> dict[str, TensorStyle]:
         """Cut gate and up by columns, and down by rows."""

@@ -9,6 +9,9 @@ from typing import Any
 
 _MANY = 8  # names a sentence can hold
 
+SMALLEST_SHARE = 2.0**-16
+"""Of what a dropout can drop: it draws 16 bits a feature."""
+
 
 def size_problems(config: Any, *, counts: Sequence[str], positive: Sequence[str]) -> list[str]:
     """Return a sentence for every field that is not a whole number >= 1, or a number above 0."""
@@ -23,6 +26,15 @@ def size_problems(config: Any, *, counts: Sequence[str], positive: Sequence[str]
         if not is_number(value := getattr(config, name)) or not value > 0 or math.isinf(value)
     ]
     return found
+
+
+def share_problem(name: str, value: float) -> list[str]:
+    """Return a sentence when ``value`` is no share that can be dropped, else nothing."""
+    if not is_number(value) or not 0 <= value < 1:
+        return [f"{name}={value!r} must be a number of at least 0 and below 1"]
+    if 0 < value < SMALLEST_SHARE:
+        return [f"{name}={value!r} is below 2**-16, the smallest share. Use {name}=0"]
+    return []
 
 
 def split_problem(name: str, value: int, degree: int, axis: str) -> list[str]:

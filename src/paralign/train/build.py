@@ -16,6 +16,7 @@ from paralign.data.source import TokenSource
 from paralign.errors import ConfigError
 from paralign.mesh import build_mesh
 from paralign.models.router import named_biases
+from paralign.parallel.compiled import Compile
 from paralign.parallel.data import FSDP, PARTS, Precision
 from paralign.parallel.pipeline import Pipeline
 from paralign.parallel.recompute import Recompute
@@ -24,6 +25,7 @@ from paralign.parallelize import Context, InitRule, parallelize
 from paralign.program import Program
 from paralign.randomness import Init, fill_
 from paralign.train.data import open_source
+from paralign.train.freeze import freeze
 from paralign.train.start import start_program
 
 
@@ -117,6 +119,7 @@ def build_pieces(config: RunConfig, dtype: torch.dtype) -> tuple[nn.Module, Blue
         with torch.device("meta"):
             model, blueprint = build_model(config.model)
     check_documents(config, blueprint)
+    freeze(model, config.optimizer.freeze)
     return model.to(dtype), blueprint
 
 
@@ -224,7 +227,7 @@ def build_program(
         config: The run.
         precision: Dtypes of the run.
         mesh: The mesh; None: it is built here.
-        prepare: Called with the whole model before it is cut, to freeze parameters for example.
+        prepare: Called with the whole model before it is cut.
         starts: Read the weights of ``model.start_from``; False: others will be loaded.
     """
     if mesh is None:
@@ -245,6 +248,7 @@ def build_program(
         context=context,
         tensor=build_tensor(config),
         recompute=build_recompute(config),
+        compiling=Compile(backend=config.compile.backend),
         precision=precision.precision,
         loss_chunks=config.loss.chunks,
         init=rule,

@@ -244,7 +244,7 @@ class TrainingRun:
     def _save(self) -> None:
         state = {
             "num_tokens": self._num_tokens,
-            "optimizer_steps": num_optimizer_steps(self._optimizer),
+            "optimizer_steps": num_optimizer_steps(self._optimizer, self._program.device),
             "corpus": self._data.fingerprint,
             "rows_served": self._rows_served(),
             "config": self._config.model_dump(mode="json"),

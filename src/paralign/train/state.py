@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -68,19 +69,27 @@ def make_state(optimizer: Optimizer) -> None:
                 state["step"] = torch.zeros((), dtype=torch.float32, device=device)
 
 
-def num_optimizer_steps(optimizer: Optimizer) -> int:
-    """Return how many steps the optimizer has made; 0 for one that does not count.
+def num_optimizer_steps(optimizer: Optimizer, device: torch.device) -> int:
+    """Return how many steps the optimizer has made on all ranks; 0 for one that does not count.
+
+    Comm:
+        One all-reduce of two numbers over the world: a rank whose parameters are all frozen has
+        nothing to count by.
 
     Raises:
-        TrainingError: Its parameters have made different numbers of steps.
+        TrainingError: Parameters have made different numbers of steps.
     """
     counts = {int(state["step"]) for state in optimizer.state.values() if "step" in state}
-    if len(counts) > 1:
+    least = min(counts, default=torch.iinfo(torch.int64).max)
+    ends = torch.tensor([max(counts, default=0), -least], device=device)
+    dist.all_reduce(ends, op=dist.ReduceOp.MAX)
+    most, least = int(ends[0]), -int(ends[1])
+    if most > least:
         raise TrainingError(
-            f"the optimizer has made {sorted(counts)} steps for different parameters, which a "
-            "checkpoint cannot hold. Freeze parameters before training, not in between."
+            f"the optimizer has made {least} steps for some parameters and {most} for others, "
+            "which a checkpoint cannot hold. Freeze parameters before training, not in between."
         )
-    return counts.pop() if counts else 0
+    return most
 
 
 def set_optimizer_steps(optimizer: Optimizer, num_steps: int) -> None:

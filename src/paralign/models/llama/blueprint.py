@@ -24,6 +24,7 @@ class LlamaBlueprint(DecoderBlueprint):
             init_std=config.init_std,
             residual_names=("attention.wo", "ffn.down", "shared.down", "experts.down"),
             sizes=config,
+            has_dropout=config.dropout > 0,
         )
         self._config = config
 

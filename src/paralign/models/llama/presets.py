@@ -10,6 +10,7 @@ from paralign.models.rules import (
     divide_problem,
     even_problem,
     seq_len_problem,
+    share_problem,
     shared_heads_problem,
     size_problems,
     split_problem,
@@ -31,6 +32,7 @@ class LlamaConfig(MoeSizes):
     tie_embeddings: bool = False  # one parameter for embedding and head
     bias: bool = False  # on every linear layer, the head included
     init_std: float = 0.02
+    dropout: float = 0.0  # after embedding, attention and feed-forward, in training
 
     @property
     def head_dim(self) -> int:
@@ -48,6 +50,7 @@ class LlamaConfig(MoeSizes):
         return [
             *(heads or even_problem("hidden_size / num_heads", self.head_dim, self._even_fix())),
             *divide_problem("num_heads", self.num_heads, "num_kv_heads", self.num_kv_heads),
+            *share_problem("dropout", self.dropout),
             *self.moe_problems(),
         ]
 

@@ -97,7 +97,7 @@ def _read(raw: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         "init_std": reader.number("initializer_range", 0.02) or 0.02,
     }
     reader.only("hidden_act", "silu", why="paralign's feed-forward is gated by silu")
-    reader.only("attention_dropout", 0.0, why="paralign has no dropout")
+    reader.only("attention_dropout", 0.0, why="paralign drops no attention scores")
     head_dim = config["hidden_size"] // max(1, heads)
     reader.only("head_dim", None, head_dim, why=f"paralign's heads are hidden_size / {heads} wide")
     if kind == "llama":

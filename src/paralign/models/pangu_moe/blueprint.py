@@ -24,6 +24,7 @@ class PanguMoeBlueprint(DecoderBlueprint):
             init_std=config.init_std,
             residual_names=("attention.out", "ffn.down", "shared.down", "experts.down"),
             sizes=config,
+            has_dropout=config.dropout > 0,
         )
         self._config = config
 

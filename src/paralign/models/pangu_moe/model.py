@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from paralign.documents import document_mask, positions_inside
+from paralign.dropout import dropped, name_dropouts, optional_dropout
 from paralign.errors import ConfigError
 from paralign.loss import Predicted
 from paralign.models.attention import CausalAttention
@@ -89,6 +90,8 @@ class Layer(nn.Module):
             if has_experts
             else SwiGLU(config.hidden_size, config.ffn_hidden_size, bias=config.bias)
         )
+        self.attention_dropout = optional_dropout(config.dropout, config.hidden_size)
+        self.ffn_dropout = optional_dropout(config.dropout, config.hidden_size)
 
     def forward(
         self,
@@ -96,10 +99,16 @@ class Layer(nn.Module):
         rotary: Rotary,
         predicted: Predicted | None = None,
         mask: Tensor | None = None,
+        draws: Tensor | None = None,
     ) -> Tensor:
-        """Map ``[B, S, hidden_size]`` to the same shape; experts need ``predicted``."""
-        x = x + self.attention(self.attention_norm(x), rotary, mask)
-        return x + feed_forward(self.ffn, self.ffn_norm(x), predicted)
+        """Map ``[B, S, hidden_size]`` to the same shape.
+
+        Experts need ``predicted``, and dropout ``draws``.
+        """
+        attended = self.attention(self.attention_norm(x), rotary, mask)
+        x = x + dropped(self.attention_dropout, attended, draws)
+        computed = feed_forward(self.ffn, self.ffn_norm(x), predicted)
+        return x + dropped(self.ffn_dropout, computed, draws)
 
 
 class PanguMoe(nn.Module):
@@ -115,6 +124,7 @@ class PanguMoe(nn.Module):
             raise ConfigError.from_problems("cannot build a pangu_moe model", problems)
         self.config = config
         self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embedding_dropout = optional_dropout(config.dropout, config.hidden_size)
         self.layers = nn.ModuleList(
             Layer(config, has_experts=config.is_moe_layer(index))
             for index in range(config.num_layers)
@@ -123,6 +133,7 @@ class PanguMoe(nn.Module):
         self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=config.bias)
         if config.tie_embeddings:
             self.head.weight = self.embedding.weight
+        name_dropouts(self)
 
     def forward(
         self,
@@ -130,6 +141,7 @@ class PanguMoe(nn.Module):
         positions: Tensor | None = None,
         predicted: Predicted | None = None,
         documents: Tensor | None = None,
+        draws: Tensor | None = None,
     ) -> Tensor:
         """Predict the next token of every position.
 
@@ -139,14 +151,16 @@ class PanguMoe(nn.Module):
             predicted: Which of the tokens are; None: experts are neither counted nor balanced.
             documents: ``[B, S]``, where the document of each token begins, so that attention stays
                 inside; None: a row is one document. See ``documents.py``.
+            draws: ``[B, S]``, what dropout is drawn by, see ``dropout.py``; needed in training mode
+                with dropout.
             returns: logits ``[B, S, vocab_size]``.
         """
         positions = default_positions(tokens) if positions is None else positions
         rotary = pangu_rotary(self.config, positions_inside(positions, documents))
         mask = document_mask(documents)
-        x = self.embedding(tokens)
+        x = dropped(self.embedding_dropout, self.embedding(tokens), draws)
         for layer in self.layers:
-            x = layer(x, rotary, predicted, mask)
+            x = layer(x, rotary, predicted, mask, draws)
         logits: Tensor = self.head(self.norm(x))
         return logits
 

@@ -9,7 +9,13 @@ from typing import Any
 
 from paralign.mesh import Degrees
 from paralign.models.moe_sizes import MoeSizes, expert_parallel_problems
-from paralign.models.rules import even_problem, seq_len_problem, size_problems, split_problem
+from paralign.models.rules import (
+    even_problem,
+    seq_len_problem,
+    share_problem,
+    size_problems,
+    split_problem,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +37,7 @@ class PanguMoeConfig(MoeSizes):
     tie_embeddings: bool = False  # one parameter for embedding and head
     bias: bool = False  # on every linear layer, the head included
     init_std: float = 0.02
+    dropout: float = 0.0  # after embedding, attention and feed-forward, in training
 
     @property
     def num_kv_heads(self) -> int:
@@ -53,6 +60,7 @@ class PanguMoeConfig(MoeSizes):
         fix = f"qk_rope_head_dim={self.qk_rope_head_dim + 1}"
         return [
             *even_problem("qk_rope_head_dim", self.qk_rope_head_dim, fix),
+            *share_problem("dropout", self.dropout),
             *self.moe_problems(),
         ]
 

@@ -138,7 +138,7 @@ def _read(raw: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     reader.flag("rope_interleave", True)  # asked for by _layout
     reader.only("hidden_act", "silu", why="paralign's feed-forward is gated by silu")
     reader.only("attention_bias", False, why="paralign has biases on all linear layers or on none")
-    reader.only("attention_dropout", 0.0, why="paralign has no dropout")
+    reader.only("attention_dropout", 0.0, why="paralign drops no attention scores")
     reader.only("num_key_value_heads", None, heads, why="every query head has its own")
     rope, nope = config["qk_rope_head_dim"], config["qk_nope_head_dim"]
     reader.only("head_dim", None, rope, why="it is qk_rope_head_dim")
