@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from paralign.blueprint import Blueprint
 from paralign.checksum import checksum
-from paralign.dropout import name_dropouts, named_dropouts
+from paralign.dropout import named_dropouts
 from paralign.errors import ConfigError
 from paralign.layout import local_boxes
 from paralign.mesh import Axis, Degrees, degrees_of, expert_mesh, fold
@@ -150,7 +150,6 @@ def parallelize(
     if not is_meta:
         _check_same_weights(model, degrees)
 
-    name_dropouts(model)
     has_dropout = bool(named_dropouts([model]))  # of any stage
     skeleton = meta_copy(model, precision.compute)
     apply_precision(skeleton, blueprint, precision)

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from paralign.blueprint import Blueprint
-from paralign.dropout import foreign_dropouts
+from paralign.dropout import foreign_dropouts, name_dropouts
 from paralign.errors import ConfigError, ScheduleError
 from paralign.mesh import Degrees
 from paralign.parallel.compiled import Compile
@@ -45,6 +45,8 @@ def settle_plan(
 ) -> Plan:
     """Hold a plan against every rule and fill in what the user left open.
 
+    Every :class:`paralign.Dropout` of ``model`` gets its name.
+
     Raises:
         ConfigError: A rule is broken; all problems of that rule are listed.
     """
@@ -68,6 +70,7 @@ def settle_plan(
     check_precision(model, blueprint, precision)
     check_recompute(model, blueprint, recompute)
     check_compile(blueprint, plan, degrees, recompute)
+    name_dropouts(model)
     return plan
 
 

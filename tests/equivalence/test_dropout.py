@@ -37,15 +37,17 @@ RUNS: dict[str, tuple[dict[str, int], list[dict[str, Any]]]] = {
         {"pp": 2, "dp_shard": 2},
         [
             {**pipeline("1F1B", 4), **TWO_STEPS},
-            {**pipeline("GPipe", 2), **BLOCK},
-            {**pipeline("Interleaved1F1B", 4), **PARTS},
-            {**pipeline("ZBVZeroBubble", 4), **ROOT},
+            {**pipeline("Interleaved1F1B", 4), **BLOCK},
         ],
     ),
-    "cp and tp": (
-        {"cp": 2, "tp": 2},
-        [{**BALANCED, **PARTS}, {**WHOLE, **BLOCK}, {"model": {**PANGU, "dropout": DROPOUT}}],
+    "cp and tp": ({"cp": 2, "tp": 2}, [{**BALANCED, **PARTS}, {**WHOLE, **BLOCK}]),
+}
+LONG: dict[str, tuple[dict[str, int], list[dict[str, Any]]]] = {
+    "other schedules": (
+        {"pp": 2, "dp_shard": 2},
+        [{**pipeline("GPipe", 2), **PARTS}, {**pipeline("ZBVZeroBubble", 4), **ROOT}],
     ),
+    "latent attention": ({"cp": 2, "tp": 2}, [{"model": {**PANGU, "dropout": DROPOUT}}]),
     "experts": (
         {"dp_shard": 2, "tp": 2, "ep": 2},
         [
@@ -53,8 +55,6 @@ RUNS: dict[str, tuple[dict[str, int], list[dict[str, Any]]]] = {
             {"model": {**MODELS["pangu_moe"], "dropout": DROPOUT}, **WHOLE, **BLOCK},
         ],
     ),
-}
-LONG: dict[str, tuple[dict[str, int], list[dict[str, Any]]]] = {
     "pp, fsdp and cp": (
         {"pp": 2, "dp_shard": 2, "cp": 2},
         [

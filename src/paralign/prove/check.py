@@ -33,8 +33,8 @@ from paralign.train.build import (
     check_documents,
 )
 from paralign.train.flops import ModelFlops, count_flops
-from paralign.train.metrics import describe_flops
 from paralign.train.freeze import freeze
+from paralign.train.metrics import describe_flops
 
 
 def describe_plan(config: RunConfig, *, verbose: bool = False) -> RenderableType:
