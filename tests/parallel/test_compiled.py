@@ -13,7 +13,7 @@ from paralign.config.compile_rules import compile_problems as config_problems
 from paralign.errors import ConfigError
 from paralign.parallel.compiled import Compile, apply_compile, check_compiler, modules_outside
 from paralign.parallel.stage import Stage
-from paralign.parallel.support import Decision, Plan, rules
+from paralign.parallel.support import Plan, problems
 from paralign.testing import run_on_ranks
 from paralign.train.build import build_data, build_program, numerics
 from tests.equivalence.test_moe import MODELS
@@ -63,11 +63,11 @@ def test_a_machine_without_a_compiler_is_refused_only_where_one_is_needed(monkey
     check_compiler(Compile("aot_eager"), "cpu")
 
 
-def test_what_a_schedule_that_splits_the_backward_pass_costs_is_told():
+def test_a_schedule_that_splits_the_backward_pass_is_refused():
     plan = Plan(schedule="ZBVZeroBubble", num_microbatches=2, pp=1, wrap="root", compiles=True)
-    (rule,) = rules(plan)
-    assert rule.decision is Decision.RUN and "run their backward pass twice" in rule.reason
-    assert list(rules(replace(plan, schedule="1F1B"))) == []
+    (problem,) = problems(plan)
+    assert "runs the graphs of a compiled layer twice" in problem
+    assert problems(replace(plan, schedule="Interleaved1F1B", compiles=True)) == []
 
 
 def test_what_a_graph_cannot_hold_is_refused_in_the_config():
@@ -109,12 +109,9 @@ def _build_what_is_refused() -> None:
 # Each line is one world.
 RUNS: dict[str, tuple[dict[str, int], list[dict[str, Any]]]] = {
     "pp, fsdp": ({"pp": 2, "dp_shard": 2}, [{**DROPOUT, "align": {"steps": 2}}]),
-    "schedules": (
+    "interleaved, recomputed": (
         {"pp": 2, "dp_shard": 2},
-        [
-            {"pipeline": {"schedule": "Interleaved1F1B"}, "recompute": {"parts": "block"}},
-            {"pipeline": {"schedule": "ZBVZeroBubble"}, "fsdp": {"wrap": "root"}},
-        ],
+        [{"pipeline": {"schedule": "Interleaved1F1B"}, "recompute": {"parts": "block"}}],
     ),
     "cp, experts": (
         {"dp_shard": 2, "cp": 2, "ep": 2},
@@ -129,8 +126,8 @@ RUNS: dict[str, tuple[dict[str, int], list[dict[str, Any]]]] = {
     [
         ("pp, fsdp", "aot_eager"),
         pytest.param("pp, fsdp", "inductor", marks=pytest.mark.long),
-        pytest.param("schedules", "aot_eager", marks=pytest.mark.long),
-        pytest.param("schedules", "inductor", marks=pytest.mark.long),
+        pytest.param("interleaved, recomputed", "aot_eager", marks=pytest.mark.long),
+        pytest.param("interleaved, recomputed", "inductor", marks=pytest.mark.long),
         pytest.param("cp, experts", "aot_eager", marks=pytest.mark.long),
         pytest.param("cp, experts", "inductor", marks=pytest.mark.long),
     ],

@@ -237,13 +237,11 @@ def _zero_bubble(plan: Plan) -> Iterator[Rule]:
             "Use num_microbatches=1, compute equal to reduce, or schedule Interleaved1F1B.",
         )
     if plan.compiles:
-        yield Rule(
-            decision=Decision.RUN,
-            name="zero-bubble compile",
-            reason=f"{kind.name} splits the backward pass, and a graph computes the gradients of "
-            "its input and of its weights at once: half of the graphs of a compiled layer run "
-            "their backward pass twice.",
-            fix="The result is exact; Interleaved1F1B runs each once.",
+        yield _refuse(
+            "zero-bubble compile",
+            f"{kind.name} splits the backward pass, which runs the graphs of a compiled layer "
+            "twice, and a graph that gives its buffers away after the first time then fails.",
+            "Use compile.backend=none, or schedule Interleaved1F1B.",
         )
     if plan.recomputes:
         yield _refuse(
