@@ -106,7 +106,8 @@ def test_every_hyper_parameter_can_be_set(name):
         other: Any = not value if isinstance(value, bool) else None
         if other is None:
             texts = [text for text in words.get(field.name, []) if text != value]
-            other = texts[0] if texts else value * 2 or 1
+            unset = 0.5 if field.name == "dropout" else 1
+            other = texts[0] if texts else value * 2 or unset
         changed = entry.configure(preset, {**needed.get(field.name, {}), field.name: other})
         assert getattr(changed, field.name) == other != value
         with torch.device("meta"):
