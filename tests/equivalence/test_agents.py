@@ -81,6 +81,13 @@ def written(folder: Path, **settings: Any) -> tuple[RunConfig, Path]:
     return config, path
 
 
+def twice(folder: Path, steps: int) -> tuple[RunConfig, RunConfig, Path, Path]:
+    """Make a calm run; return it, another one to be made, its file, and where agents' words go."""
+    calm, _ = written(folder / "calm", steps=steps)
+    run(calm)
+    return calm, *written(folder / "run", steps=steps), folder / "log"
+
+
 def num_steps(config: RunConfig) -> int:
     return len(read_metrics(Path(config.train.dir)))
 
@@ -88,10 +95,7 @@ def num_steps(config: RunConfig) -> int:
 @pytest.mark.long
 @pytest.mark.ranks
 def test_a_rank_dies_and_all_go_on_from_the_checkpoint(tmp_path):
-    calm, _ = written(tmp_path / "calm", steps=STEPS)
-    run(calm)
-    config, path = written(tmp_path / "run", steps=STEPS)
-    log = tmp_path / "log"
+    calm, config, path, log = twice(tmp_path, STEPS)
     with two_agents(path, log, nodes="2") as (agents, _):
         wait_for(lambda: num_steps(config) >= 5, 120, log)
         assert 1 <= find_checkpoints(Path(config.train.dir) / "checkpoints")[-1].step < STEPS - 5
@@ -110,10 +114,7 @@ def test_a_rank_dies_and_all_go_on_from_the_checkpoint(tmp_path):
 @pytest.mark.ranks
 def test_an_agent_dies_and_the_other_goes_on_until_one_comes_again(tmp_path):
     """With ``--nodes=1:2`` and ``dp_shard: auto`` the ranks that are left are a mesh as well."""
-    calm, _ = written(tmp_path / "calm", steps=MANY)
-    run(calm)
-    config, path = written(tmp_path / "run", steps=MANY)
-    log = tmp_path / "log"
+    calm, config, path, log = twice(tmp_path, MANY)
     with two_agents(path, log, nodes="1:2") as (agents, port):
         wait_for(lambda: num_steps(config) >= 5, 120, log)
         os.killpg(agents[1].pid, signal.SIGKILL)

@@ -103,12 +103,9 @@ def test_a_config_that_no_fault_fits_is_refused(config):
         drill(config, only=["each_stage_clips"])
 
 
-# Drilled as wholes before outputs were placed under tp and before choices of experts were read.
-BARS = {
-    "shards_tensor": (0.8, 0.75),
-    "experts_context": (0.7, 0.6),
-    "experts_pipeline": (0.7, 0.6),
-}
+COMPONENT, CAUSE = 0.95, 0.85  # shares of what is caught that must be right
+# torch's own check of recomputed tensors ends this run, which names no component.
+ENDED_BY_ITSELF = {"experts_are_chosen_anew_in_the_recomputation"}
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples" / "drill"
 
 
@@ -202,8 +199,7 @@ def test_every_fault_on_the_examples(path):
     report = drill(load_config(path))
     numbers = report.summary
     assert report.clean.verdict == "aligned", report.clean.why
-    assert not [o.fault.name for o in report.outcomes if o.error is not None]
+    assert {o.fault.name for o in report.outcomes if o.error is not None} <= ENDED_BY_ITSELF
     assert numbers["caught"] == numbers["active"] > 30
-    component, cause = BARS.get(path.stem, (0.95, 0.85))
-    assert numbers["component_and_axes"] >= component * numbers["active"]
-    assert numbers["cause"] >= cause * numbers["active"]
+    assert numbers["component_and_axes"] >= COMPONENT * numbers["active"]
+    assert numbers["cause"] >= CAUSE * numbers["active"]
