@@ -124,7 +124,7 @@ RUNS: dict[str, tuple[dict[str, int], list[dict[str, Any]]]] = {
 @pytest.mark.parametrize(
     ("name", "backend"),
     [
-        ("pp, fsdp", "aot_eager"),
+        pytest.param("pp, fsdp", "aot_eager", marks=pytest.mark.long),
         pytest.param("pp, fsdp", "inductor", marks=pytest.mark.long),
         pytest.param("interleaved, recomputed", "aot_eager", marks=pytest.mark.long),
         pytest.param("interleaved, recomputed", "inductor", marks=pytest.mark.long),

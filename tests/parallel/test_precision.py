@@ -221,7 +221,9 @@ RUNS: dict[str, list[dict[str, Any]]] = {
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("mesh", RUNS)
+@pytest.mark.parametrize(
+    "mesh", [pytest.param(m, marks=[pytest.mark.long] if m == "pp" else []) for m in RUNS]
+)
 def test_one_policy_gives_one_result(mesh):
     configs = [low(mesh={mesh: 2}, **run) for run in RUNS[mesh]]
     for run, result in zip(RUNS[mesh], measure_all(configs), strict=True):

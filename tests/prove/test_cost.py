@@ -275,6 +275,7 @@ AT_MOST = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 def test_what_depends_on_the_order_of_stages_is_an_upper_bound():
     model = {**parity.BASE["model"], "num_layers": 8}

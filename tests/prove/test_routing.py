@@ -143,6 +143,7 @@ def replayed_rank(config: RunConfig, precision: Numerics, folder: Path) -> None:
 MESH = {"pp": 2, "dp_shard": 2, "cp": 2}
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("model", "sections"),

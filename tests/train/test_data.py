@@ -91,6 +91,7 @@ def test_tokens_of_a_json_file_train(tmp_path):
         prepare_data(config)
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 @pytest.mark.parametrize("mesh", [{"dp_shard": 2, "cp": 2}], ids=str)
 def test_going_on_in_the_middle_of_an_epoch_reads_the_rows_that_are_left(tmp_path, mesh):

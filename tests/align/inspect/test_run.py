@@ -126,7 +126,13 @@ def test_flat_pieces_are_read_as_they_are(tmp_path):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("mesh", [("pp=2", "dp_shard=1", "cp=2"), ("pp=1", "dp_shard=2", "cp=2")])
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        pytest.param(("pp=2", "dp_shard=1", "cp=2"), marks=pytest.mark.long),
+        ("pp=1", "dp_shard=2", "cp=2"),
+    ],
+)
 def test_a_real_run_on_ranks_is_clean(tmp_path, mesh):
     """Inputs, labels, losses, gradients, replicas and norms of paralign's own parallel run."""
     from paralign.config.load import load_config
