@@ -4,8 +4,8 @@
 # The mesh in RUN.yaml must multiply to NODES * GPUS, and all machines must see train.dir. When a
 # rank dies, every agent starts its ranks anew, and they go on from the newest checkpoint.
 # With NODES=1:2 and `mesh: {dp_shard: auto}` the run also goes on when a machine is lost, with the
-# ranks that are left, and again with all when one has come back. HEAD must not be the one that is
-# lost: start the script again on all machines then.
+# ranks that are left. HEAD must not be the one that is lost. To use a machine that has come back,
+# stop the run (SIGTERM saves) and start the script again on all of them.
 set -euo pipefail
 
 exec torchrun \

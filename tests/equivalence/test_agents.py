@@ -22,7 +22,7 @@ from paralign.train.checkpoint import find_checkpoints
 from paralign.train.metrics import read_metrics
 from tests.train.runs import newest, run, tensors_in, training_config, worst
 
-STEPS, MANY = 40, 150
+STEPS = 40
 
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "cluster" / "torchrun.sh"
@@ -50,9 +50,7 @@ def wait_for(what: Callable[[], bool], seconds: float, log: Path) -> None:
 
 
 @contextmanager
-def two_agents(
-    path: Path, log: Path, *, nodes: str
-) -> Iterator[tuple[list[subprocess.Popen[bytes]], int]]:
+def two_agents(path: Path, log: Path, *, nodes: str) -> Iterator[list[subprocess.Popen[bytes]]]:
     """Start two agents, the first of which holds the rendezvous; leave none behind."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -61,7 +59,7 @@ def two_agents(
     try:
         time.sleep(1)
         agents.append(agent(path, port, log, nodes=nodes))
-        yield agents, port
+        yield agents
     finally:
         for each in agents:
             if each.poll() is None:
@@ -96,7 +94,7 @@ def num_steps(config: RunConfig) -> int:
 @pytest.mark.ranks
 def test_a_rank_dies_and_all_go_on_from_the_checkpoint(tmp_path):
     calm, config, path, log = twice(tmp_path, STEPS)
-    with two_agents(path, log, nodes="2") as (agents, _):
+    with two_agents(path, log, nodes="2") as agents:
         wait_for(lambda: num_steps(config) >= 5, 120, log)
         assert 1 <= find_checkpoints(Path(config.train.dir) / "checkpoints")[-1].step < STEPS - 5
         [rank, *_] = children(agents[1].pid)
@@ -112,23 +110,17 @@ def test_a_rank_dies_and_all_go_on_from_the_checkpoint(tmp_path):
 
 @pytest.mark.long
 @pytest.mark.ranks
-def test_an_agent_dies_and_the_other_goes_on_until_one_comes_again(tmp_path):
+def test_an_agent_dies_and_the_other_goes_on_with_fewer_ranks(tmp_path):
     """With ``--nodes=1:2`` and ``dp_shard: auto`` the ranks that are left are a mesh as well."""
-    calm, config, path, log = twice(tmp_path, MANY)
-    with two_agents(path, log, nodes="1:2") as (agents, port):
+    calm, config, path, log = twice(tmp_path, STEPS)
+    with two_agents(path, log, nodes="1:2") as agents:
         wait_for(lambda: num_steps(config) >= 5, 120, log)
         for process in [*children(agents[1].pid), agents[1].pid]:  # as when a machine is lost
             os.kill(process, signal.SIGKILL)
         agents[1].wait()
-        wait_for(lambda: log.read_text().count("going on from") == 1, 200, log)
-        alone = num_steps(config)
-        wait_for(lambda: num_steps(config) >= alone + 5, 60, log)
-        agents[1] = agent(path, port, log, nodes="1:2")
-        wait_for(lambda: log.read_text().count("going on from") == 2, 200, log)
-        assert num_steps(config) < MANY
-        for each in agents:
-            assert each.wait(timeout=200) == 0, log.read_text()[-4000:]
-    assert num_steps(config) == MANY
+        assert agents[0].wait(timeout=200) == 0, log.read_text()[-4000:]
+    assert log.read_text().count("going on from") == 1
+    assert num_steps(config) == STEPS
     assert worst(tensors_in(newest(config)), tensors_in(newest(calm))) < 1e-10
 
 
