@@ -92,10 +92,11 @@ class Dropout(nn.Module):
 
     def called(self, name: str) -> None:
         """Take the module's global name, which makes its masks differ from those of others."""
-        self._keys = tuple(  # type: ignore[assignment]  # two of them
+        of_tokens, of_features = (
             torch.tensor(key, dtype=torch.int64, device="cpu")
             for key in stream_keys(0, f"dropout:{name}")
         )
+        self._keys = of_tokens, of_features
 
     def spread(self, rank: int, degree: int) -> None:
         """Say that the input may be one of ``degree`` parts, of the tokens or of the features.

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -115,8 +116,8 @@ def _diverge(config: Any) -> Ended:
             held[0, 0] += 1e-9
         return step(self, batch, **options)
 
-    Program.step = diverging  # type: ignore[method-assign]
-    return run_training(config, report_event)
+    with patch.object(Program, "step", diverging):
+        return run_training(config, report_event)
 
 
 def test_a_run_ends_at_the_next_look_and_names_rank_tensor_and_axis(tmp_path):

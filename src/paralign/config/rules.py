@@ -21,6 +21,7 @@ from paralign.config.fitting import fitting_meshes
 from paralign.config.model_choice import ModelChoice, choose_model
 from paralign.config.references import read_signature
 from paralign.config.run import RunConfig
+from paralign.config.section_rules import overlap_problems, part_problems, unit_problems
 from paralign.config.start_rules import start_problems
 from paralign.config.training_rules import (
     check_problems,
@@ -217,16 +218,6 @@ def _sequence(facts: Facts) -> Iterator[str]:
     yield from _stream(config, bool(model.size("num_experts"))) if not problems else ()
 
 
-def _overlap(facts: Facts) -> Iterator[str]:
-    tensor = facts.config.tensor
-    if tensor.overlap == "chunks" and not tensor.sequence_parallel:
-        yield (
-            "tensor.overlap=chunks gathers and scatters chunks of the sequence, which is whole on "
-            "every rank with tensor.sequence_parallel=false. Use overlap: none, or "
-            "sequence_parallel: true."
-        )
-
-
 def _stream(config: RunConfig, has_experts: bool) -> Iterator[str]:
     """The stream of a rank is cut over tp once more, with sequence parallel or at experts."""
     cuts_sequence = config.tensor.sequence_parallel
@@ -248,16 +239,6 @@ def _stream(config: RunConfig, has_experts: bool) -> Iterator[str]:
                 "tensor.sequence_parallel=false."
             )
         )
-
-
-def _parts(facts: Facts) -> Iterator[str]:
-    precision = facts.config.precision
-    for part in ("softmax", "logits", "residual"):
-        if getattr(precision, part) == "float32" and precision.compute != "bfloat16":
-            yield (
-                f"precision.{part}=float32 has no effect on precision.compute={precision.compute}, "
-                f"and no setting is ignored. Remove {part}, or use compute: bfloat16."
-            )
 
 
 def _loss(facts: Facts) -> Iterator[str]:
@@ -365,21 +346,16 @@ def _profile(facts: Facts) -> Iterator[str]:
     yield from profile_problems(config.profile, config.train, degrees.world_size)
 
 
+def _overlap(facts: Facts) -> Iterator[str]:
+    yield from overlap_problems(facts.config.tensor)
+
+
+def _parts(facts: Facts) -> Iterator[str]:
+    yield from part_problems(facts.config.precision)
+
+
 def _units(facts: Facts) -> Iterator[str]:
-    wrap = facts.config.fsdp.wrap
-    if isinstance(wrap, str):
-        return
-    names = [name for unit in wrap for name in unit]
-    if not names or not all(unit for unit in wrap):
-        yield (
-            f"fsdp.wrap={[list(unit) for unit in wrap]} has a unit without modules. "
-            "Name at least one module in each, or use wrap: root."
-        )
-    for name in sorted({name for name in names if names.count(name) > 1}):
-        yield (
-            f"fsdp.wrap names {name!r} {names.count(name)} times, but a module belongs to one "
-            "unit. Name it once."
-        )
+    yield from unit_problems(facts.config.fsdp)
 
 
 RULES = (
