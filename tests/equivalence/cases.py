@@ -1,4 +1,4 @@
-"""The cases of the matrix: eight ranks, every mix of axes, schedule, units, attention and model.
+"""The cases of the matrix: every mix of axes, schedule, units, attention and model on eight ranks.
 
 ``legal_cases`` is the full product of meshes, schedules, units and attention modes, ``cover`` a
 part of it in which every pair of choices occurs, and every mesh with all of pp, FSDP and cp meets
@@ -179,13 +179,13 @@ class Case:
         return [unit for unit in units if unit]
 
 
-def meshes() -> list[tuple[int, ...]]:
-    """Return every factorisation of eight ranks into pp, dp_replicate, dp_shard, cp and tp."""
-    found = itertools.product(divisors(WORLD_SIZE), repeat=5)
-    return [mesh for mesh in found if math.prod(mesh) == WORLD_SIZE]
+def meshes(world_size: int = WORLD_SIZE) -> list[tuple[int, ...]]:
+    """Return every factorisation of the ranks into pp, dp_replicate, dp_shard, cp and tp."""
+    found = itertools.product(divisors(world_size), repeat=5)
+    return [mesh for mesh in found if math.prod(mesh) == world_size]
 
 
-def legal_cases(*, variants: int = VARIANTS) -> Iterator[Case]:
+def legal_cases(*, variants: int = VARIANTS, world_size: int = WORLD_SIZE) -> Iterator[Case]:
     """Yield every mesh, schedule, grouping and attention mode that has a legal case.
 
     Everything else (micro-batches, layers that do not divide, the model, ep, tied embeddings,
@@ -194,8 +194,10 @@ def legal_cases(*, variants: int = VARIANTS) -> Iterator[Case]:
 
     Args:
         variants: Choices for each member of the product.
+        world_size: Ranks of every case.
     """
-    for mesh, kind, wrap, mode in itertools.product(meshes(), SCHEDULES.values(), WRAPS, MODES):
+    every = itertools.product(meshes(world_size), SCHEDULES.values(), WRAPS, MODES)
+    for mesh, kind, wrap, mode in every:
         cp = mesh[3]
         if (cp == 1 and mode != "ulysses") or (mode == "hybrid" and cp < 4):
             continue  # another mode under a second name
@@ -256,7 +258,9 @@ class Digits:
         return choices[int.from_bytes(digest, "big") % len(choices)]
 
 
-def cover(cases: Sequence[Case], *, most_ranks: int | None = None) -> list[Case]:
+def cover(
+    cases: Sequence[Case], *, most_ranks: int | None = None, taken: Sequence[Case] = ()
+) -> list[Case]:
     """Choose cases greedily until every pair of choices that occurs at all has been taken.
 
     The triples of FSDP, pp and cp with every schedule and with every grouping count as pairs do.
@@ -264,9 +268,11 @@ def cover(cases: Sequence[Case], *, most_ranks: int | None = None) -> list[Case]
     Args:
         cases: To choose from.
         most_ranks: Degrees from this one on are one choice: with 2, an axis is used or it is not.
+        taken: Cases whose pairs need not be taken again.
     """
     made = [combinations(case, most_ranks) for case in cases]
     missing = set[tuple[object, ...]]().union(*made)
+    missing -= set().union(*(combinations(case, most_ranks) for case in taken))
     # Most new pairs first. A number in the heap is never too small: pairs only go missing less.
     heap = [(-len(pairs), number) for number, pairs in enumerate(made)]
     heapq.heapify(heap)

@@ -1,7 +1,7 @@
 """The matrix on real ranks: a cover in every run, a larger one and all by ``pytest -m long``.
 
-Every run has each pair of choices, where an axis is used or not, on meshes whose axes have at most
-four ranks; the larger cover tells degrees apart, those of eight too, and has more micro-batches.
+Every run has each pair of choices, where an axis is used or not, on four ranks if they are enough
+and else on eight; the larger cover tells degrees apart and has more micro-batches.
 """
 
 from __future__ import annotations
@@ -27,8 +27,10 @@ from tests.equivalence.cases import (
 from tests.equivalence.table import CASES_PER_WORLD, chosen_cases, run
 
 CASES = list(legal_cases())
-SMALL = [c for c in CASES if max(c.degrees) < 8 and c.num_microbatches < 8]
-COVER = cover(SMALL, most_ranks=2)
+COVER = list[Case]()
+for size in (4, 8):
+    SMALL = [c for c in legal_cases(world_size=size) if max(c.degrees) < 8 > c.num_microbatches]
+    COVER += cover(SMALL, most_ranks=2, taken=COVER)
 MESHES = sorted({case.mesh for case in COVER}, reverse=True)
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 PARTS = [name for name in RECOMPUTE if name != "none"]
