@@ -9,8 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from paralign.align.explain.router_biases import Moves, _moved_by, _proof
+from paralign.align.explain.labels import IGNORED
+from paralign.align.explain.router_biases import Moves, _moved_by, _moves, _proof
+from paralign.align.trace import Kind
 from tests.align.explain.test_context import mesh_of
+from tests.align.explain.test_expert_parts import held, output
 
 CONTEXT: Any = SimpleNamespace(mesh=mesh_of(pp=1, dp_shard=2, tp=2, ep=2))
 # Choices of four experts by the tokens of four ranks; padding chose the last expert, very often.
@@ -64,3 +67,37 @@ def test_what_was_counted_is_found(made, cause, axes):
 def test_moves_that_no_count_gives_are_not_explained():
     made = {r: torch.tensor([1.0, 1.0, -1.0, 0.5]) for r in range(4)}
     assert _proof(CONTEXT, moves(made)) is None
+
+
+# Two experts for each of eight tokens, the last three of them padding.
+CHOSEN = torch.tensor([[[0, 1], [0, 1], [0, 2], [1, 3]], [[0, 2], [2, 3], [2, 3], [3, 2]]])
+LABELS = torch.tensor([[4, 5, 6, 7], [8, IGNORED, IGNORED, IGNORED]])
+DUE = torch.tensor([-1.0, 0.0, 1.0, 1.0])
+
+
+def side(moves: Tensor) -> Any:
+    """A run whose biases begin at one and move by these."""
+
+    def quantity(moment: Any, _: str) -> Any:
+        found = held(1 + 1e-3 * moves if moment.kind == Kind.PARAM_AFTER else torch.ones(4))
+        found.problems, found.pieces = [], [found]
+        return found
+
+    return SimpleNamespace(quantity=quantity)
+
+
+def test_counts_are_made_from_the_choices_of_predicted_tokens_and_of_all():
+    context: Any = SimpleNamespace(
+        reference=side(DUE),
+        parallel=side(-3 * DUE),
+        judged=lambda kind, step: [output("labels", LABELS, LABELS)],
+    )
+    item: Any = SimpleNamespace(
+        row=SimpleNamespace(name="ffn.router.bias"), moment=SimpleNamespace(step=0)
+    )
+    found = _moves(context, item, output("ffn.router[0]", CHOSEN, CHOSEN))
+    assert found is not None
+    torch.testing.assert_close(found.due, DUE, atol=1e-3, rtol=0)
+    torch.testing.assert_close(found.made[0], -3 * DUE, atol=1e-3, rtol=0)
+    assert found.counts[0].tolist() == [4, 3, 2, 1]
+    assert found.all_counts.tolist() == [4, 3, 5, 4]
