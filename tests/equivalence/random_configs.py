@@ -77,6 +77,12 @@ def draw(numbers: random.Random) -> tuple[Sections, str | None]:
         sections["recompute"] = {"parts": numbers.choice(("block", ["ffn"], ["*_norm"]))}
     if numbers.random() < 0.2:
         sections["pipeline"]["stages_per_rank"] = numbers.choice((1, 2))
+    if numbers.random() < 0.2:
+        sections["model"]["dropout"] = 0.1
+    if numbers.random() < 0.2:
+        sections["optimizer"]["freeze"] = [numbers.choice(("layers.0.*", "*norm*", "embedding.*"))]
+    if numbers.random() < 0.1:
+        sections["compile"] = {"backend": numbers.choice(("eager", "aot_eager"))}
     mistake = numbers.choice(MISTAKES)(sections, numbers) if numbers.random() < 0.25 else None
     return sections, mistake
 
