@@ -228,8 +228,13 @@ def _distinct(columns: Tensor) -> tuple[Tensor, list[list[_Member]]]:
     Ranks that compute the same are equal; micro-batches of one and the same token may be multiples.
     """
     members: list[list[_Member]] = []
+    products = columns.T @ columns  # all at once: most pairs are far from multiples
+    squares = products.diag()
+    may_be = products.square() >= 0.99 * torch.outer(squares, squares)
     for column in range(columns.shape[1]):
         for group in members:
+            if not may_be[group[0].index, column]:
+                continue
             ratio = _ratio(columns[:, group[0].index], columns[:, column])
             if ratio is not None:
                 group.append(_Member(column, ratio))
