@@ -84,9 +84,10 @@ def train_alone(config: RunConfig, rounds: int) -> Trained:
 
 def build_hand(config: RunConfig) -> HandStep:
     """Return the loop's step composed by hand, from the same initial weights."""
+    config = config.for_training()
     model, blueprint = build_pieces(config, torch.float32)
     assert isinstance(model, Llama)
-    initialise_whole(model, init_rule(config, blueprint), seed=config.train.seed)
+    initialise_whole(model, init_rule(config, blueprint), seed=config.align.seed)
     mesh = config.mesh
     return HandStep(
         model,

@@ -37,8 +37,7 @@ SETTINGS = (
     "pipeline={schedule: 1F1B, num_microbatches: 4}",
     "batch={global_batch: 16, seq_len: 256}",
     "optimizer={lr: 3.0e-4, betas: [0.9, 0.999], weight_decay: 0.01, clip: 1.0}",
-    "schedule.name=constant",
-    "schedule.warmup_steps=0",
+    "schedule={name: constant}",
 )
 TARGETS = {"tokens": 0.92, "optimizer": 2.0, "save": 0.10}
 
