@@ -33,6 +33,7 @@ from torch.distributed.checkpoint.hf_storage import (
 )
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
@@ -85,7 +86,8 @@ class Checkpoints:
     Args:
         folder: Where they are; on a file system that all ranks see.
         keep: How many of the newest are kept.
-        is_async: Write while training goes on; :meth:`save` then only copies the tensors.
+        is_async: Write while training goes on; :meth:`save` then only copies the tensors, into
+            memory on the host that stays for the next save.
 
     Comm:
         A process group of its own, so that what is written in the background does not mix with
@@ -97,6 +99,15 @@ class Checkpoints:
         self._keep = keep
         self._is_async = is_async
         self._group = dist.new_group(backend="gloo")
+        # One for all saves: it keeps the memory that it copies into, which is slow to come by.
+        self._stager = DefaultStager(
+            StagingOptions(
+                use_pinned_memory=torch.accelerator.is_available(),
+                use_shared_memory=False,
+                use_async_staging=False,  # the next step changes the tensors in place
+                use_non_blocking_copy=False,
+            )
+        )
         self._writing: tuple[int, Any] | None = None
 
     def save(self, step: int, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
@@ -114,6 +125,7 @@ class Checkpoints:
         writer = _Writer(self._folder, step, {**state, "step": step}, keep=self._keep)
         arguments: dict[str, Any] = {"storage_writer": writer, "process_group": self._group}
         if self._is_async:
+            arguments["async_stager"] = self._stager
             self._writing = step, async_save(dict(tensors), **arguments)
             return
         try:
