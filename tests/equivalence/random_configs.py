@@ -33,7 +33,7 @@ LARGEST_WORLD = 8
 STEPS = 2
 # Imperatives that a message tells its reader what to do with.
 FIXES = """Use Set Give Choose Remove Leave Did Write Known Lower Raise Take Make Pass Add Keep Drop
-Change""".split()
+Change List""".split()
 
 Sections = dict[str, dict[str, Any]]
 
