@@ -185,10 +185,9 @@ def render(
         lines += ["", "Failed:", "", *(f"- `{r['id']}`: {r['why']}" for r in failures)]
     which = "The full product with unit groupings and attention modes."
     if per_cell is not None:
-        which = (
-            f"At least {per_cell} of each mesh and schedule, and a cover: every pair of choices "
-            "that is legal occurs."
-        )
+        which = "They are a cover: every pair of choices that is legal occurs."
+    if per_cell:
+        which += f" At least {per_cell} of each mesh and schedule were run."
     if len(cases) < wanted:
         which += f" {wanted - len(cases)} were left out for lack of time."
     head = INTRODUCTION.format(
