@@ -26,7 +26,7 @@ def test_the_two_commands_do_all_of_their_set_up():
     assert main_job == (
         "pip install -c constraints.txt . && paralign align examples/pp_fsdp_cp.yaml"
     )
-    assert tests == "pip install -c constraints.txt -e '.[dev]' && pytest -n 2 --dist loadscope"
+    assert tests == "pip install -c constraints.txt -e '.[dev]' && pytest"
 
 
 def test_ci_runs_the_readme_commands():
