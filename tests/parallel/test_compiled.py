@@ -139,6 +139,7 @@ def test_compiled_blocks_are_the_same_training_run_as_one_device(name, backend):
         check_result(result)
 
 
+@pytest.mark.long
 @pytest.mark.ranks
 def test_layers_share_their_graphs_and_validation_has_its_own():
     # Before and after attention, for the first layer and for the others.

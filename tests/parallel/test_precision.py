@@ -234,7 +234,9 @@ def test_one_policy_gives_one_result(mesh):
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("wrap", ["root", "blocks", "first_block"])
+@pytest.mark.parametrize(
+    "wrap", ["blocks", *(pytest.param(w, marks=pytest.mark.long) for w in ("root", "first_block"))]
+)
 def test_micro_batches_are_added_in_the_reduce_dtype_under_every_schedule(wrap):
     ordinary = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS")
     configs = [

@@ -85,7 +85,7 @@ def judged(name: str, **changes: Any) -> Report:
 @pytest.mark.parametrize(
     ("name", "changes"),
     [
-        ("llama", {"mesh": {"tp": 4}}),
+        pytest.param("llama", {"mesh": {"tp": 4}}, marks=pytest.mark.long),
         pytest.param(
             "llama",
             {"mesh": {"tp": 2, "cp": 2}, "tensor": {"sequence_parallel": False}},

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 from itertools import combinations
 
+import pytest
+
 from paralign.prove.sweep_cells import Cell, cells_of, factorisations, pairs_cover
 from tests.parity import BASE, make_config
 
@@ -76,6 +78,7 @@ def test_only_a_model_with_a_plan_is_spread_over_tp():
     assert "num_heads=6 does not split evenly over axis 'tp'" in cells["tp4-1F1B"].why
 
 
+@pytest.mark.long
 def test_experts_are_spread_over_every_part_of_the_carved_axes():
     def meshes(config):
         return [dict(cell.mesh) for cell in cells_of(config, 4)]

@@ -46,6 +46,7 @@ EXPERTS = {
 }
 
 
+@pytest.mark.long
 def test_experts_and_router_biases_are_trained_saved_and_loaded_on_any_mesh(tmp_path):
     alone = training_config(tmp_path / "alone", **EXPERTS)
     run(alone)
