@@ -72,14 +72,15 @@ def test_moves_that_no_count_gives_are_not_explained():
 # Two experts for each of eight tokens, the last three of them padding.
 CHOSEN = torch.tensor([[[0, 1], [0, 1], [0, 2], [1, 3]], [[0, 2], [2, 3], [2, 3], [3, 2]]])
 LABELS = torch.tensor([[4, 5, 6, 7], [8, IGNORED, IGNORED, IGNORED]])
-DUE = torch.tensor([-1.0, 0.0, 1.0, 1.0])
+DUE = torch.tensor([-1.0, 0.0, 1.0, 1.0], dtype=torch.float64)
+START = torch.ones(4, dtype=torch.float64)
 
 
 def side(moves: Tensor) -> Any:
     """A run whose biases begin at one and move by these."""
 
     def quantity(moment: Any, _: str) -> Any:
-        found = held(1 + 1e-3 * moves if moment.kind == Kind.PARAM_AFTER else torch.ones(4))
+        found = held(START + 1e-3 * moves if moment.kind == Kind.PARAM_AFTER else START)
         found.problems, found.pieces = [], [found]
         return found
 
@@ -97,7 +98,8 @@ def test_counts_are_made_from_the_choices_of_predicted_tokens_and_of_all():
     )
     found = _moves(context, item, output("ffn.router[0]", CHOSEN, CHOSEN))
     assert found is not None
-    torch.testing.assert_close(found.due, DUE, atol=1e-3, rtol=0)
-    torch.testing.assert_close(found.made[0], -3 * DUE, atol=1e-3, rtol=0)
+    # One amount of 1e-3 beside a bias of 1: rounding is 1e3 eps of the amount.
+    torch.testing.assert_close(found.due, DUE, atol=1e-12, rtol=0)
+    torch.testing.assert_close(found.made[0], -3 * DUE, atol=1e-12, rtol=0)
     assert found.counts[0].tolist() == [4, 3, 2, 1]
     assert found.all_counts.tolist() == [4, 3, 5, 4]
