@@ -114,8 +114,17 @@ def act(action: str) -> None:
         "abort": os.abort,
         "hang": partial(time.sleep, 60),
         "hide": hide,
+        "gather": gather,
     }
     actions[action]()
+
+
+def gather() -> None:
+    """Wait for every rank's number, which no other rank sends."""
+    import torch
+    import torch.distributed as dist
+
+    dist.all_gather([torch.zeros(1) for _ in range(dist.get_world_size())], torch.zeros(1))
 
 
 def raise_(error: BaseException) -> NoReturn:

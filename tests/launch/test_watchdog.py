@@ -127,6 +127,16 @@ def test_a_hung_world_says_where_each_rank_is():
     assert 2 <= seconds < 7
 
 
+def test_two_ranks_in_different_collectives_are_both_told():
+    error, seconds = error_of(on_rank.act_on, 2, 1, "gather", timeout=2, describe=describe)
+    assert type(error) is RankTimeout
+    _, waiting, other = str(error).splitlines()
+    assert f"[{describe(0)}] is in barrier (" in waiting
+    assert f"[{describe(1)}] is in all_gather (" in other
+    assert " gather < launch/rank_functions.py:" in other
+    assert seconds < 7
+
+
 def test_a_stopped_rank_has_no_stack_but_is_ended():
     error, _ = error_of(on_rank.act_on, 2, 1, "stop", timeout=1)
     assert "[rank 1] gives no stack: it is stopped, or stuck outside Python" in str(error)

@@ -133,6 +133,8 @@ def test_a_run_in_two_parts_is_bitwise_the_run_in_one(tmp_path):
         {},
         pytest.param({"cp": 2, "pp": 2}, marks=pytest.mark.long),
         pytest.param({"tp": 2}, marks=pytest.mark.long),
+        pytest.param({"dp_shard": 4}, marks=pytest.mark.long),
+        pytest.param({"dp_replicate": 2, "cp": 2}, marks=pytest.mark.long),
     ],
     ids=str,
 )
