@@ -15,7 +15,7 @@ FILES = sorted(SRC.rglob("*.py"))
 
 # From bottom to top. A room imports from the rows above its own, and from itself.
 ARROWS = [
-    {"errors"},
+    {"errors", "vector_math"},
     {"requirements", "mesh", "layout", "randomness", "loss", "documents"},
     {"collectives", "all_to_all", "checksum", "contiguous", "local_weights", "dropout"},
     {"launch", "blueprint", "align"},
@@ -33,7 +33,10 @@ ARROWS = [
     {"__main__"},
 ]
 # Rooms that must stay useful alone, and all they may import besides themselves.
-ALONE = {"align": {"errors", "layout"}, "launch": {"errors", "requirements"}}
+ALONE = {
+    "align": {"errors", "layout", "vector_math"},
+    "launch": {"errors", "requirements", "vector_math"},
+}
 
 # Files of parallel/ know nothing of each other, except those that make up one axis.
 AXES = [

@@ -21,13 +21,14 @@ import torch
 from torch import Tensor
 
 from paralign.errors import ConfigError, LayoutError
+from paralign.vector_math import settle_vector_math
 
 # [Note: stable bits]
 # The last bits of exp, sigmoid and silu on a CPU depend on where in memory an element lies (vector
 # lane or scalar tail), so the same element of two differently cut shards may differ. log, cos and
-# sqrt in float64 do not, and integer arithmetic is exact. Values are computed on the CPU whatever
-# the device of the parameter: some accelerators lack float64, and a CPU reference must start from
-# the same bits.
+# sqrt in float64 do not, once they are settled, and integer arithmetic is exact. Values are
+# computed on the CPU whatever the device of the parameter: some accelerators lack float64, and a
+# CPU reference must start from the same bits.
 
 # Elements computed at once: small enough for a core's cache, large enough to hide the cost of a
 # call.
@@ -111,6 +112,7 @@ def fill_(
     _check_box(local, name, tuple(global_shape), tuple(offsets))
     if init.kind == "constant":
         return local.fill_(init.mean)
+    settle_vector_math()
     strides = [math.prod(global_shape[dim + 1 :]) for dim in range(len(global_shape))]
     keys = stream_keys(seed, name)
     _fill_normal(local, init, keys, [(o, s) for o, s in zip(offsets, strides, strict=True)])

@@ -31,6 +31,7 @@ from paralign.align.trace import Facts, Kind, RankIndex
 from paralign.align.trace_writer import TraceWriter, dtype_name
 from paralign.align.watch import StepWatch
 from paralign.errors import TraceError
+from paralign.vector_math import settle_vector_math
 
 
 class Recorder:
@@ -149,6 +150,7 @@ class Recorder:
         index.run = dict(self._facts)
         index.modules = describe_owners(self._parameters)
         self._writer = TraceWriter(self.directory, index)
+        settle_vector_math()
         self._watch.start()
         self._activations.start(self._writer)
         self._forwards.start()

@@ -142,7 +142,9 @@ def _join_process_group(setup: RankSetup) -> None:
     import torch.distributed as dist
 
     from paralign.launch.device import backend_for, bind_device
+    from paralign.vector_math import settle_vector_math
 
+    settle_vector_math()
     torch.set_num_threads(max(1, num_cores() // setup.world_size))
     backend = backend_for(setup.device)
     bind_device(setup.device, local_rank=setup.rank, local_world_size=setup.world_size)

@@ -97,7 +97,9 @@ def _join(world: World, device: str, timeout: float | None) -> None:
     from torch.distributed.rendezvous import rendezvous
 
     from paralign.launch.device import backend_for, bind_device
+    from paralign.vector_math import settle_vector_math
 
+    settle_vector_math()
     backend = backend_for(device)
     local_rank = int(os.environ["LOCAL_RANK"])
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", local_rank + 1))
