@@ -21,7 +21,7 @@ ARROWS = [
     {"launch", "blueprint", "align"},
     {"testing", "parallel"},
     {"models", "batch"},
-    {"weights", "agreement"},
+    {"weights", "agreement", "router_updates"},
     {"program"},
     {"planning"},
     {"parallelize", "declaration", "data"},

@@ -14,15 +14,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from paralign.agreement import agree_on_loss, agree_on_shapes
 from paralign.batch import LocalBatch, shard_batch
 from paralign.blueprint import Blueprint
-from paralign.errors import AlignError, DataError
+from paralign.errors import DataError
 from paralign.layout import Part
-from paralign.mesh import Axis, degrees_of, fold
-from paralign.models.router import (
-    named_biases,
-    named_routers,
-    take_balance_loss,
-    update_biases,
-)
+from paralign.mesh import Axis, degrees_of
+from paralign.models.router import named_biases, named_routers, take_balance_loss
 from paralign.parallel.data import ReductionCounter, free_gathered
 from paralign.parallel.gradients import give_back, take_gradients
 from paralign.parallel.pipeline import PipelineRuntime
@@ -32,6 +27,7 @@ from paralign.parallel.support import Plan
 from paralign.parallel.tensor_base import Returned
 from paralign.parallel.tensor_weights import is_replicated, sum_partial_gradients
 from paralign.parallel.tied import TiedPair, sum_pair
+from paralign.router_updates import RouterUpdates
 
 
 class Program:
@@ -83,9 +79,13 @@ class Program:
         self._routers = named_routers(self._stages.values())
         self._loss_parts: dict[str, float] = {}
         self._returned = dict(returned or {})
-        self._has_router_biases = has_router_biases  # the same on ranks without a router
         self._dropout_seed = dropout_seed  # None: no rank's part of the model drops anything
-        self._moves_seen: int | None = None  # at a step that router biases have not followed
+        self._router_updates = RouterUpdates(
+            self._routers,
+            self._parameters.values(),
+            mesh,
+            model_has_biases=has_router_biases,  # the same on ranks without a router
+        )
 
     @property
     def mesh(self) -> DeviceMesh:
@@ -215,7 +215,7 @@ class Program:
         """
         self._check_batch(batch, num_tokens)
         self._check_draws(batch)
-        self._check_routers_updated()
+        self._router_updates.check()
         copies = [self._copies(pair) for pair in self._pairs]
         tied = [parameter for pair in copies for parameter in pair if parameter is not None]
         self._counter.reset()
@@ -229,8 +229,7 @@ class Program:
             sum_pair(pair, canonical, alias, self._mesh)
         sum_partial_gradients(self._partial_over_tp, self._tp_mesh.get_group())
         give_back(earlier)
-        if self._has_router_biases:
-            self._moves_seen = self._num_moves()
+        self._router_updates.note_step()
         balance = take_balance_loss(self._routers.values())
         total, extra = self._agreed(loss, batch, self._reduction_problems(), balance)
         self._loss_parts = {"cross_entropy": total, "balance": extra}
@@ -278,20 +277,11 @@ class Program:
         Comm:
             One all-reduce of a whole number per expert and layer of this rank, over ``routed``.
         """
-        group = fold(self._mesh, Axis.ROUTED).get_group()
-
-        def sum_over_tokens(counts: Tensor) -> Tensor:
-            dist.all_reduce(counts, group=group)
-            return counts
-
-        update_biases(self._routers.values(), sum_over_tokens=sum_over_tokens)
-        self._moves_seen = None
+        self._router_updates.update()
 
     def forget_routers(self) -> None:
         """Forget what routers have counted since the last update: of a step that is left out."""
-        for router in self._routers.values():
-            router.tally.take_counts()
-        self._moves_seen = None
+        self._router_updates.forget()
 
     def clip_grad_norm_(self, max_norm: float, *, norm: Tensor | None = None) -> Tensor:
         """Scale all gradients so that their global norm is at most ``max_norm``.
@@ -332,19 +322,6 @@ class Program:
     def _local_grads(self, parameters: Mapping[str, nn.Parameter]) -> list[Tensor]:
         grads = [parameter.grad for parameter in parameters.values()]
         return [g.to_local() if hasattr(g, "to_local") else g for g in grads if g is not None]
-
-    def _num_moves(self) -> int:
-        """Return a number that grows whenever an optimizer moves a parameter in place."""
-        return sum(p._version for p in self._parameters.values() if p.requires_grad)
-
-    def _check_routers_updated(self) -> None:
-        """Raise on every rank alike, also where no router is, so that none waits for the others."""
-        if self._moves_seen not in (None, self._num_moves()):
-            raise AlignError(
-                "the parameters have moved since the last step, but the router biases have not: "
-                "experts would never be balanced. Call program.update_routers() between "
-                "program.step and optimizer.step()."
-            )
 
     def _copies(self, pair: TiedPair) -> tuple[nn.Parameter | None, nn.Parameter | None]:
         def copy(stage: int, name: str) -> nn.Parameter | None:
