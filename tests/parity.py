@@ -34,6 +34,7 @@ from paralign.train.build import (
     initialise_whole,
     numerics,
 )
+from paralign.train.local_shards import on_local_shards
 from paralign.train.optimizer import build_optimizer
 
 EPS = torch.finfo(torch.float64).eps
@@ -289,7 +290,8 @@ def _train(
         }
         norms.append(float(clip(config.optimizer.clip or float("inf"))))
         update_routers()
-        optimizer.step()
+        with on_local_shards():
+            optimizer.step()
         optimizer.zero_grad()
     values |= _after(names, before, optimizer)
     values |= {("param", name): bias.clone() for name, bias in biases.items()}

@@ -16,6 +16,7 @@ from paralign.config.run import RunConfig
 from paralign.data.source import TokenSource
 from paralign.launch import report_event
 from paralign.train.build import Numerics, build_data
+from paralign.train.local_shards import on_local_shards
 from paralign.train.optimizer import build_optimizer
 
 RECORDED = ("loss", "norm", "params", "grads", "optimizer", "inputs")
@@ -117,7 +118,8 @@ def record_steps(
             recorder.gradients()
             recorder.norm(run.clip(clip))
             _before_step(run, optimizer)
-            optimizer.step()
+            with on_local_shards():
+                optimizer.step()
             optimizer.zero_grad()
             if run.after_step is not None:
                 run.after_step(optimizer)
