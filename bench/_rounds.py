@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import statistics
 from collections.abc import Sequence
 
@@ -9,8 +10,14 @@ Times = dict[str, float]  # side -> seconds, of one round
 
 
 def turns(sides: Sequence[str], number: int) -> list[str]:
-    """Return the sides in the order of round ``number``: each comes first equally often."""
-    return [sides[(number + turn) % len(sides)] for turn in range(len(sides))]
+    """Return the sides in the order of round ``number``.
+
+    Each comes first equally often, and follows others after every ``len(sides)`` rounds: what a
+    side leaves in memory and caches serves or hurts the next.
+    """
+    cycle, first = divmod(number, len(sides))
+    order = random.Random(cycle).sample(sides, len(sides))
+    return [*order[first:], *order[:first]]
 
 
 def median_ratio(rounds: Sequence[Times], side: str, base: str) -> float:
