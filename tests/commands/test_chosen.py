@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from paralign.cli import main
+from paralign.commands.chosen import load_run
 
 RUN = """\
 model: {name: llama, preset: 1b}
@@ -49,6 +52,32 @@ def test_torchrun_and_an_option_that_disagree(run_yaml, monkeypatch, capsys):
     monkeypatch.setenv("MASTER_PORT", "1")
     assert main(["check", run_yaml, "--world", "8"]) == 2
     assert "torchrun has started 4 ranks" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("options", [[], ["--shrink"]])
+def test_a_notice_is_printed_once_beside_the_results(run_yaml, options, capsys):
+    asked = ["--set", "mesh.tp=2", "--set", "tensor.overlap=mc2"]
+    assert main(["check", run_yaml, *options, *asked]) == 0
+    said = capsys.readouterr()
+    assert said.err.count("notice: tensor.overlap=mc2 runs as chunks") == 1
+    assert "the plan runs as asked, but for what the notice says" in said.out
+    assert main(["check", run_yaml, *options, "--set", "tensor.overlap=chunks"]) == 0
+    said = capsys.readouterr()
+    assert "notice" not in said.err + said.out
+
+
+@pytest.mark.parametrize(("rank", "times"), [(0, 1), (1, 0)])
+def test_one_rank_of_torchrun_prints_a_notice_and_none_when_quiet(
+    run_yaml, rank, times, monkeypatch, capsys
+):
+    for name, value in {"RANK": rank, "WORLD_SIZE": 64, "LOCAL_RANK": rank}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    monkeypatch.setenv("MASTER_PORT", "1")
+    load_run(Path(run_yaml), ["tensor.overlap=mc2"])
+    assert capsys.readouterr().err.count("notice:") == times
+    load_run(Path(run_yaml), ["tensor.overlap=mc2"], quiet=True)
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.ranks

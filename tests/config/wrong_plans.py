@@ -198,6 +198,13 @@ PLANS = [
         fix="Use overlap: none",
     ),
     wrong_set(
+        "overlap_without_chunks_by_its_other_name",
+        "tensor={sequence_parallel: false, overlap: mc2}",
+        value="tensor.overlap=mc2",
+        rule="which is whole on every rank",
+        fix="Use overlap: none",
+    ),
+    wrong_set(
         "sequence_parallel",
         "mesh={tp: 4}",
         "batch.seq_len=42",

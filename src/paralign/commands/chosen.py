@@ -11,8 +11,9 @@ from rich.table import Table
 from rich.text import Text
 
 from paralign.commands.options import parse_count
-from paralign.commands.terminal import print_result
+from paralign.commands.terminal import print_notice, print_result
 from paralign.config.load import load_config
+from paralign.config.notices import notices
 from paralign.config.run import RunConfig
 from paralign.config.shrink import Shrunk, shrink
 from paralign.errors import ConfigError
@@ -40,11 +41,13 @@ def load_run(
     config: Path,
     changes: Sequence[str],
     *,
-    small: bool,
-    world: str | None,
+    small: bool = False,
+    world: str | None = None,
     quiet: bool = False,
 ) -> RunConfig:
-    """Return the run in ``config``, or its small copy, and say what was shrunk.
+    """Return the run in ``config``, or its small copy, and say what is not as asked.
+
+    What was shrunk goes to stdout, notices to stderr; under torchrun, one rank says both.
 
     Args:
         config: A RUN.yaml.
@@ -65,10 +68,16 @@ def load_run(
                 "--world out."
             )
         world_size = started.world_size
+    speaks = not quiet and (started is None or started.rank == 0)
+    # The mesh of a small copy is made to fit; that of the run itself has to.
+    run = load_config(config, changes, world_size=None if small else world_size)
+    if speaks:
+        for text in notices(run):
+            print_notice(text)
     if not small:
-        return load_config(config, changes, world_size=world_size)
-    shrunk = shrink(load_config(config, changes), world_size)
-    if not quiet and (started is None or started.rank == 0):
+        return run
+    shrunk = shrink(run, world_size)
+    if speaks:
         print_result(_table(shrunk))
     return shrunk.config
 

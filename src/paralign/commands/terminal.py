@@ -53,13 +53,22 @@ def forget_stdout() -> None:
 
 def print_error(message: str) -> None:
     """Print one paragraph to stderr, wrapped to the terminal where it is one."""
+    _print_message("error:", "bold red", message)
+
+
+def print_notice(message: str) -> None:
+    """Print to stderr what is right but not what a name promises."""
+    _print_message("notice:", "bold yellow", message)
+
+
+def _print_message(title: str, style: str, message: str) -> None:
     console = Console(stderr=True, highlight=False)
-    for line in f"error: {message.strip()}".splitlines():
+    for line in f"{title} {message.strip()}".splitlines():
         styled = Text(line)
         styled.highlight_regex(_FIX, "green")
         styled.highlight_regex(_GIVEN, "bold")
         styled.highlight_regex(_KEY, "bold")
-        styled.highlight_regex(r"^error:", "bold red")
+        styled.highlight_regex(f"^{title}", style)
         for piece in _wrap(styled, console):
             console.print(piece, soft_wrap=True)
 

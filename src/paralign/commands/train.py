@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
+from paralign.commands.chosen import load_run
 from paralign.commands.options import (
     ConfigFile,
     Overrides,
@@ -21,7 +22,6 @@ from paralign.commands.options import (
 )
 from paralign.commands.terminal import print_result, reading
 from paralign.config.extras import missing_packages
-from paralign.config.load import load_config
 from paralign.config.run import RunConfig
 from paralign.errors import ConfigError
 from paralign.launch import current_world, join_world, run_ranks, start_fork_server
@@ -55,7 +55,7 @@ def train(
     check_not_both(quiet, verbose)
     seconds = parse_seconds("--timeout", timeout)
     world = current_world()
-    run = load_config(config, overrides or (), world_size=world.world_size if world else None)
+    run = load_run(config, overrides or (), quiet=quiet)
     check_trainable(run)
     if seed_checkpoint is not None and seed_checkpoint.exists():
         raise ConfigError(

@@ -177,13 +177,19 @@ class TensorSection(Section):
         expects="true or false",
         example="true",
     )
-    overlap: Literal["none", "chunks"] = key(
+    overlap: Literal["none", "chunks", "mc2"] = key(
         "none",
-        "chunks: multiply one chunk of tokens while another one is sent; needs sequence_parallel",
-        expects="none or chunks",
+        "chunks: multiply one chunk of tokens while another one is sent; needs sequence_parallel; "
+        "mc2: the same, and a notice that no fused kernel is used",
+        expects="none, chunks or mc2",
         example="chunks",
-        words="none, chunks",
+        words="none, chunks, mc2",
     )
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether multiplications and sends take turns in chunks, whatever that was called."""
+        return self.overlap != "none"
 
 
 class RecomputeSection(Section):

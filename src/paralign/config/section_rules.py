@@ -9,10 +9,10 @@ from paralign.config.run import FsdpSection, PrecisionSection, TensorSection
 
 def overlap_problems(tensor: TensorSection) -> Iterator[str]:
     """Yield a sentence where chunks of a sequence are asked for that is not cut."""
-    if tensor.overlap == "chunks" and not tensor.sequence_parallel:
+    if tensor.overlaps and not tensor.sequence_parallel:
         yield (
-            "tensor.overlap=chunks gathers and scatters chunks of the sequence, which is whole on "
-            "every rank with tensor.sequence_parallel=false. Use overlap: none, or "
+            f"tensor.overlap={tensor.overlap} gathers and scatters chunks of the sequence, which "
+            "is whole on every rank with tensor.sequence_parallel=false. Use overlap: none, or "
             "sequence_parallel: true."
         )
 

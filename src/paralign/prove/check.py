@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from paralign.config.model_choice import build_model
+from paralign.config.notices import notices
 from paralign.config.run import RunConfig
 from paralign.declaration import ParameterDeclaration, declare
 from paralign.errors import ConfigError
@@ -136,7 +137,8 @@ def _support(config: RunConfig, plan: Plan) -> Iterator[Text]:
     )
     found = rules(asked)
     if not found:
-        yield Text("the plan runs as asked")
+        told = ", but for what the notice says" if any(notices(config)) else ""
+        yield Text(f"the plan runs as asked{told}")
     for rule in found:
         yield Text.assemble((rule.decision.value, "yellow"), f": {rule.reason} {rule.fix}")
 

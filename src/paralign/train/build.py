@@ -190,7 +190,10 @@ def build_data(config: RunConfig) -> TokenSource:
 def build_tensor(config: RunConfig) -> TensorParallel:
     """Return how layers are spread over tp."""
     section = config.tensor
-    return TensorParallel(sequence_parallel=section.sequence_parallel, overlap=section.overlap)
+    return TensorParallel(
+        sequence_parallel=section.sequence_parallel,
+        overlap="chunks" if section.overlaps else "none",
+    )
 
 
 def build_recompute(config: RunConfig) -> Recompute:
