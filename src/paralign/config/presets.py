@@ -98,7 +98,9 @@ def _report(
         mesh=mesh,
         pipeline=PipelineSection(schedule="1F1B", num_microbatches=pieces),
         tensor=TensorSection(overlap=overlap),
-        recompute=RecomputeSection(parts=("*_norm", "attention.project", "ffn.experts")),
+        recompute=RecomputeSection(
+            parts=("*_norm", "attention.project", "ffn.experts.permute", "*.activate")
+        ),
         batch=BatchSection(global_batch=mesh.dp_shard * pieces * micro_batch, seq_len=32),
         loss=LossSection(chunks=chunks),
         data=DataSection(padding=0.25),

@@ -8,7 +8,7 @@ forward and backward, before those of the next; three products a row are kept fo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +21,8 @@ MAPPED_BYTES = 32 << 20
 smaller ones are faster made whole, as ``bench/moe.py`` measures."""
 ROWS_AT_ONCE = 1024
 """A block ends with the expert that brings it to as many rows."""
+
+Operation = Callable[[Tensor, Tensor], Tensor]
 
 
 class Stack(NamedTuple):
@@ -40,7 +42,13 @@ def pays(x: Tensor, num_rows: int, width: int) -> bool:
 
 
 def blocked_experts(
-    x_TD: Tensor, token_R: Tensor, share_R: Tensor, counts: Sequence[int], stack: Stack
+    x_TD: Tensor,
+    token_R: Tensor,
+    share_R: Tensor,
+    counts: Sequence[int],
+    stack: Stack,
+    permute: Operation,
+    activate: Operation,
 ) -> Tensor:
     """Sum what experts make of tokens, each row times its share.
 
@@ -49,11 +57,15 @@ def blocked_experts(
         token_R: ``[R]``, the token of each row.
         share_R: ``[R]``, the factor of each row.
         counts: E numbers of rows that add up to R.
+        permute: Takes rows from tokens; what it returns is never kept.
+        activate: ``silu(gate) * up``; what it returns is never kept.
         returns: ``[T, D]``, summed in the dtype of ``share_R`` where that is the wider one.
 
     Exact: each row is an ordinary linear layer's. Experts without rows get zero gradients.
     """
-    total: Tensor = _BlockedExperts.apply(counts, x_TD, token_R, share_R, *stack)  # type: ignore[no-untyped-call]
+    total: Tensor = _BlockedExperts.apply(  # type: ignore[no-untyped-call]
+        counts, permute, activate, x_TD, token_R, share_R, *stack
+    )
     return total
 
 
@@ -79,7 +91,14 @@ def blocks(counts: Sequence[int]) -> Iterator[Block]:
 class _BlockedExperts(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, counts: Sequence[int], x: Tensor, token: Tensor, share: Tensor, *given: Any
+        ctx: Any,
+        counts: Sequence[int],
+        permute: Operation,
+        activate: Operation,
+        x: Tensor,
+        token: Tensor,
+        share: Tensor,
+        *given: Any,
     ) -> Tensor:
         stack = Stack(*given)
         gates, ups, downs = (w.transpose(1, 2).unbind(0) for w in given[:3])
@@ -89,13 +108,12 @@ class _BlockedExperts(torch.autograd.Function):
         for block in blocks(counts):
             here, share_R1 = token[block.rows], share[block.rows].unsqueeze(1)
             gate, up, out = gate_RH[block.rows], up_RH[block.rows], out_RD[block.rows]
-            rows = x.index_select(0, here)
-            parts = rows.split(block.sizes)
+            parts = permute(x, here).split(block.sizes)
             _multiply(parts, gates[block.experts], gate.split(block.sizes))
             _multiply(parts, ups[block.experts], up.split(block.sizes))
             _add_bias(gate, stack.gate_bias, block)
             _add_bias(up, stack.up_bias, block)
-            hidden = F.silu(gate).mul_(up)
+            hidden = activate(gate, up)
             _multiply(hidden.split(block.sizes), downs[block.experts], out.split(block.sizes))
             _add_bias(out, stack.down_bias, block)
             total.index_add_(0, here, out * share_R1)
@@ -107,7 +125,7 @@ class _BlockedExperts(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, token, share, gate_RH, up_RH, out_RD, *given = ctx.saved_tensors
-        needs = ctx.needs_input_grad[4:]
+        needs = ctx.needs_input_grad[6:]
         gates, ups, downs = (w.unbind(0) for w in given[:3])
         dx, dshare = torch.zeros_like(x), torch.empty_like(share)
         # In the order of Stack's fields.
@@ -135,7 +153,7 @@ class _BlockedExperts(torch.autograd.Function):
             for dup_e, up_e, place in zip(dup.split(sizes), ups[experts], places, strict=True):
                 place.addmm_(dup_e, up_e)
             dx.index_add_(0, here, drows)
-        return None, dx, None, dshare, *into
+        return None, None, None, dx, None, dshare, *into
 
 
 def _multiply(rows: Sequence[Tensor], weights: Sequence[Tensor], places: Sequence[Tensor]) -> None:

@@ -78,11 +78,21 @@ class Experts(nn.Module):
         token, share = order // indices.shape[1], weights.flatten().index_select(0, order)
         # In the dtype of the weights, so that few are many's sum exactly once rounded.
         if pays(x, len(order), self.gate.shape[1]):
-            total = blocked_experts(x, token, share, counts[1:], self._stack())
+            total = blocked_experts(
+                x, token, share, counts[1:], self._stack(), self.permute, self.activate
+            )
         else:
-            weighted = self._rows(x.index_select(0, token), counts[1:]) * share.unsqueeze(-1)
+            weighted = self._rows(self.permute(x, token), counts[1:]) * share.unsqueeze(-1)
             total = weighted.new_zeros(x.shape).index_add(0, token, weighted)
         return total.to(x.dtype)
+
+    def permute(self, x: Tensor, token: Tensor) -> Tensor:
+        """Take the row ``[R, D]`` of every choice from tokens ``[T, D]``; large and cheap."""
+        return x.index_select(0, token)
+
+    def activate(self, gate: Tensor, up: Tensor) -> Tensor:
+        """Combine what two layers made of the rows; large and cheap."""
+        return F.silu(gate) * up
 
     def _stack(self) -> Stack:
         return Stack(self.gate, self.up, self.down, self.gate_bias, self.up_bias, self.down_bias)
@@ -90,4 +100,4 @@ class Experts(nn.Module):
     def _rows(self, rows: Tensor, counts: list[int]) -> Tensor:
         gate = grouped_linear(rows, self.gate, self.gate_bias, counts)
         up = grouped_linear(rows, self.up, self.up_bias, counts)
-        return grouped_linear(F.silu(gate) * up, self.down, self.down_bias, counts)
+        return grouped_linear(self.activate(gate, up), self.down, self.down_bias, counts)

@@ -226,7 +226,9 @@ class _Part:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         scope = self._scope
         scope.waiting.discard(self._name)
-        if not scope.is_open:  # inside another part, in the backward pass, or without gradients
+        # Inside another part, in the backward pass, or where autograd keeps nothing: without
+        # gradients, and in a function that says itself what its backward pass needs.
+        if not (scope.is_open and torch.is_grad_enabled()):
             return self._call(*args, **kwargs)
         leaves, structure = tree_flatten((args, kwargs))
         region = _Region(self._call, structure, leaves, scope)
