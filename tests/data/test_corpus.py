@@ -38,6 +38,20 @@ def test_hidden_and_too_short_files_are_left_out(tmp_path):
     assert find_corpus(str(tmp_path)).files == ("two",)
 
 
+def test_links_to_files_count_and_those_to_folders_do_not(tmp_path):
+    (tmp_path / "away").mkdir()
+    (tmp_path / "away" / "far").write_text("text")
+    root = tmp_path / "root"
+    (root / "in").mkdir(parents=True)
+    (root / "in" / "near").write_text("text")
+    (root / "file").symlink_to(tmp_path / "away" / "far")
+    (root / "folder").symlink_to(tmp_path / "away")
+    assert find_corpus(str(root)).files == ("file", "in/near")
+    (root / "in" / "broken").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(DataError, match="in/broken cannot be read: no such file"):
+        find_corpus(str(root))
+
+
 def test_home_is_expanded(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "t.txt").write_text("text")

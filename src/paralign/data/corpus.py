@@ -118,26 +118,32 @@ def _list_path(label: str, path: Path) -> tuple[Path, list[_Listed]]:
 
 
 def _walk(
-    label: str, root: Path, *, suffix: str = "", skipped: frozenset[str] = frozenset()
+    label: str,
+    root: str | Path,
+    *,
+    suffix: str = "",
+    skipped: frozenset[str] = frozenset(),
+    prefix: str = "",
 ) -> Iterator[_Listed]:
     """Yield relative name, length and time of every file below ``root``."""
-
-    def fail(error: OSError) -> None:
-        raise DataError(_unreadable(label, Path(error.filename), error)) from None
-
-    for folder, subfolders, files in os.walk(root, onerror=fail):
-        subfolders[:] = [d for d in subfolders if d not in skipped and not d.startswith(".")]
-        here = Path(folder)
-        prefix = "" if here == root else f"{here.relative_to(root).as_posix()}/"
-        for name in files:
-            if name.startswith(".") or not name.endswith(suffix):
-                continue
-            try:
-                status = (here / name).stat()
-            except OSError as error:
-                raise DataError(_unreadable(label, here / name, error)) from None
-            if stat.S_ISREG(status.st_mode):
-                yield f"{prefix}{name}", status.st_size, status.st_mtime_ns
+    # Every check of a config does this, so no path is made of the names of thousands of files.
+    try:
+        with os.scandir(root) as entries:
+            for entry in entries:
+                name = f"{prefix}{entry.name}"
+                if entry.name.startswith("."):
+                    continue
+                if entry.is_dir(follow_symlinks=False):
+                    if entry.name not in skipped:
+                        yield from _walk(
+                            label, entry.path, suffix=suffix, skipped=skipped, prefix=f"{name}/"
+                        )
+                elif entry.name.endswith(suffix):
+                    status = entry.stat()
+                    if stat.S_ISREG(status.st_mode):
+                        yield name, status.st_size, status.st_mtime_ns
+    except OSError as error:
+        raise DataError(_unreadable(label, Path(error.filename or root), error)) from None
 
 
 def _label(key: str, source: str) -> str:
