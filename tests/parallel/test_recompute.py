@@ -14,7 +14,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.profiler import ProfilerActivity, profile
 
 from paralign.errors import ConfigError, LayoutError, ScheduleError
 from paralign.mesh import build_mesh
@@ -34,6 +33,7 @@ from paralign.parallel.recompute import (
 )
 from paralign.testing import run_on_ranks
 from paralign.train.build import build_data, build_program, numerics
+from tests.memory import bytes_held
 from tests.parity import PANGU, make_config
 
 CHEAP = ("*_norm", "attention.project", "*.activate")
@@ -88,14 +88,6 @@ def gradients(model: nn.Module, tokens: Tensor) -> tuple[Tensor, list[Tensor]]:
     loss = model(tokens).square().sum()
     loss.backward()
     return loss.detach(), [p.grad for p in model.parameters() if p.grad is not None]
-
-
-def bytes_held(call: Callable[[], Any]) -> int:
-    """Return by how much the memory of tensors has grown when ``call`` returns."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as run:
-        result = call()
-    del result
-    return sum(event.self_cpu_memory_usage for event in run.key_averages())
 
 
 @pytest.mark.parametrize("parts", CHOICES, ids=str)

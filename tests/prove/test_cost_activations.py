@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,12 +10,15 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from paralign.config.model_choice import build_model
 from paralign.config.run import RunConfig
+from paralign.parallel.recompute import Recompute, apply_recompute
 from paralign.parallel.support import Plan
 from paralign.prove.cost_activations import Ledger, waiting
 from paralign.testing import run_on_ranks
 from paralign.train.build import build_data, build_program, numerics
 from tests.data.texts import write_documents
+from tests.memory import bytes_held
 from tests.parity import make_config
 from tests.prove.test_cost import costs_of
 
@@ -83,6 +87,29 @@ def test_recomputation_and_chunks_keep_less():
     assert block < whole - layers * 7 // 4 + 8 * 4 * 8 * 64 * 64
     words = {**LLAMA, "vocab_size": 8192}
     assert bytes_of(model=words, loss={"chunks": 8}) < bytes_of(model=words) / 2
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        ["ffn.experts.permute"],
+        ["*.activate"],
+        ["ffn.experts.permute", "*.activate"],
+        ["ffn.experts"],
+    ],
+    ids=str,
+)
+def test_what_experts_compute_again_is_not_counted(parts):
+    sections = {"model": {**MOE, "top_k": 8, "expert_hidden_size": 128}, "mesh": {"dp_shard": 1}}
+    config = config_of(**sections)
+    model, blueprint = build_model(config.model)
+    tokens = torch.zeros(BATCH["global_batch"], BATCH["seq_len"], dtype=torch.int64)
+    plain = bytes_held(partial(model, tokens))
+    for layer in model.get_submodule(blueprint.layers_name).children():
+        apply_recompute(layer, Recompute(parts))
+    measured = plain - bytes_held(partial(model, tokens))
+    counted = bytes_of(**sections) - bytes_of(**sections, recompute={"parts": parts})
+    assert abs(counted / measured - 1) < 0.15, (counted, measured)
 
 
 @pytest.mark.parametrize(

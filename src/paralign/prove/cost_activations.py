@@ -34,8 +34,9 @@ from paralign.planning import expert_stacks
 from paralign.train.build import build_tensor
 
 # What experts keep of a row that one of them computes: gate, up, silu and product of the expert's
-# width; input and output of the token's.
+# width; input and output of the token's. Less of them where methods are computed again.
 INNER, OUTER = 4, 2
+INNER_AGAIN, OUTER_AGAIN = {"activate": 2}, {"permute": 1}
 
 
 def waiting(plan: Plan, pp_rank: int, stages: Sequence[int]) -> dict[int, int]:
@@ -199,14 +200,15 @@ class _Watch:
 
     def attach(self, layers: Sequence[str]) -> None:
         """Watch attention cores, experts, ways into tensor parallelism, and recomputed parts."""
+        for stack in expert_stacks(self._skeleton, self._blueprint, layers):
+            experts = self._skeleton.get_submodule(stack)
+            _wrap(experts, "forward", self._experts(experts.forward, self._again(stack)))
         for name in layers:
             layer = self._skeleton.get_submodule(name)
             for core, style in self._blueprint.attention().items():
                 module = layer.get_submodule(core)
                 _wrap(module, "forward", self._core(style, module))
             self._parts(layer)
-        for stack in expert_stacks(self._skeleton, self._blueprint, layers):
-            self._skeleton.get_submodule(stack).register_forward_pre_hook(self._experts)
         if self._config.mesh.tp > 1:
             plan = self._blueprint.tensor_parallel()
             for name, way in styles_of(self._skeleton, plan, self._options):
@@ -241,12 +243,27 @@ class _Watch:
         is_masked = self._config.data.packing == "isolated"
         return rows * self._config.batch.seq_len**2 * element_size if is_masked else 0
 
-    def _experts(self, _: nn.Module, args: tuple[Any, ...]) -> None:
+    def _again(self, stack: str) -> set[str]:
+        """Which methods of a stack of experts are computed again."""
+        *_, inside = stack.partition(f"{self._blueprint.layers_name}.")[2].partition(".")
+        return {
+            method
+            for method in (*INNER_AGAIN, *OUTER_AGAIN)
+            if _is_part(f"{inside}.{method}", self._config.recompute.parts)
+        }
+
+    def _experts(self, forward: Callable[..., Any], again: set[str]) -> Callable[..., Any]:
         """Even load: how many rows a rank gets depends on the router."""
-        x, indices = args[0], args[1]
-        values = indices.numel() * (INNER * self._width + OUTER * x.shape[-1])
-        apart = self._options.sequence_parallel or self._ledger.share > 1
-        self._ledger.add(values * x.element_size() // (1 if apart else self._config.mesh.tp))
+        inner = INNER - sum(INNER_AGAIN.get(method, 0) for method in again)
+        outer = OUTER - sum(OUTER_AGAIN.get(method, 0) for method in again)
+
+        def call(x: Tensor, indices: Tensor, *rest: Any) -> Any:
+            values = indices.numel() * (inner * self._width + outer * x.shape[-1])
+            apart = self._options.sequence_parallel or self._ledger.share > 1
+            self._ledger.add(values * x.element_size() // (1 if apart else self._config.mesh.tp))
+            return forward(x, indices, *rest)
+
+        return call
 
     def _enter(self, _: nn.Module, args: tuple[Any, ...]) -> None:
         if self._options.sequence_parallel:  # the gathered input is kept in place of a part
@@ -259,9 +276,8 @@ class _Watch:
         self._ledger.share = 1
 
     def _parts(self, layer: nn.Module) -> None:
-        parts = self._config.recompute.parts
-        for name in list(callables_of(layer)) if not isinstance(parts, str) else ():
-            if any(fnmatchcase(name, pattern) for pattern in parts):
+        for name in list(callables_of(layer)):
+            if _is_part(name, self._config.recompute.parts):
                 owner, _, leaf = name.rpartition(".")
                 module = layer.get_submodule(owner)
                 if isinstance(getattr(module, leaf), nn.Module):
@@ -277,6 +293,10 @@ class _Watch:
             return out
 
         return again
+
+
+def _is_part(name: str, parts: str | Sequence[str]) -> bool:
+    return not isinstance(parts, str) and any(fnmatchcase(name, part) for part in parts)
 
 
 def _wrap(module: nn.Module, attribute: str, call: Callable[..., Any]) -> None:
