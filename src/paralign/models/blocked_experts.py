@@ -3,7 +3,8 @@
 Made operation by operation over all rows, large activations cost more than their arithmetic: each
 is a new piece of memory, which the system clears page by page, and it leaves the caches before it
 is read. Here the rows of a few experts are taken from the tokens, multiplied and added to the sum,
-forward and backward, before those of the next; three products a row are kept for the backward.
+forward and backward, before those of the next. Three products of every block are kept for the
+backward, each in a tensor of its own: pieces of one large one would be new memory again.
 """
 
 from __future__ import annotations
@@ -102,12 +103,12 @@ class _BlockedExperts(torch.autograd.Function):
     ) -> Tensor:
         stack = Stack(*given)
         gates, ups, downs = (w.transpose(1, 2).unbind(0) for w in given[:3])
-        gate_RH = x.new_empty(len(token), stack.gate.shape[1])
-        up_RH, out_RD = torch.empty_like(gate_RH), x.new_empty(len(token), x.shape[1])
+        kept = []
         total = x.new_zeros(x.shape, dtype=torch.promote_types(x.dtype, share.dtype))
         for block in blocks(counts):
             here, share_R1 = token[block.rows], share[block.rows].unsqueeze(1)
-            gate, up, out = gate_RH[block.rows], up_RH[block.rows], out_RD[block.rows]
+            gate, up, out = (x.new_empty(len(here), w.shape[1]) for w in given[:3])
+            kept += [gate, up, out]
             parts = permute(x, here).split(block.sizes)
             _multiply(parts, gates[block.experts], gate.split(block.sizes))
             _multiply(parts, ups[block.experts], up.split(block.sizes))
@@ -118,13 +119,14 @@ class _BlockedExperts(torch.autograd.Function):
             _add_bias(out, stack.down_bias, block)
             total.index_add_(0, here, out * share_R1)
         ctx.counts = counts
-        ctx.save_for_backward(x, token, share, gate_RH, up_RH, out_RD, *given)
+        ctx.save_for_backward(x, token, share, *given, *kept)
         return total
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, token, share, gate_RH, up_RH, out_RD, *given = ctx.saved_tensors
+        x, token, share, *rest = ctx.saved_tensors
+        given, kept = rest[: len(Stack._fields)], iter(rest[len(Stack._fields) :])
         needs = ctx.needs_input_grad[6:]
         gates, ups, downs = (w.unbind(0) for w in given[:3])
         dx, dshare = torch.zeros_like(x), torch.empty_like(share)
@@ -133,12 +135,12 @@ class _BlockedExperts(torch.autograd.Function):
         for block in blocks(ctx.counts):
             experts, sizes = block.experts, block.sizes
             here = token[block.rows]
-            rows, gate, up = x.index_select(0, here), gate_RH[block.rows], up_RH[block.rows]
+            rows, gate, up, out = x.index_select(0, here), next(kept), next(kept), next(kept)
             parts = rows.split(sizes)
             dout = grad.index_select(0, here)
             activated = F.silu(gate)
             hidden = activated * up
-            dshare[block.rows] = (dout * out_RD[block.rows]).sum(1)
+            dshare[block.rows] = (dout * out).sum(1)
             dout = (dout * share[block.rows].unsqueeze(1)).to(x.dtype)
             dhidden = torch.empty_like(hidden)
             _multiply(dout.split(sizes), downs[experts], dhidden.split(sizes))
