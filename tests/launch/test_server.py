@@ -76,6 +76,9 @@ def test_a_fork_server_that_was_killed_is_started_again():
     os.kill(server, signal.SIGKILL)
     assert still_running([server], seconds=5) == []
     assert run_ranks(on_rank.plain_rank, 2) == [0, 1]
+    (server,) = run_ranks(on_rank.parent_of_rank, 1)
+    os.kill(server, signal.SIGKILL)  # it has imported less than conftest's, which comes back
+    assert still_running([server], seconds=5) == []
 
 
 @pytest.mark.ranks

@@ -310,6 +310,7 @@ def on_and_off(mesh_degrees: dict[str, int], model: dict[str, Any], parts: Seque
                 assert torch.equal(grad.to_local(), expected.to_local()), (schedule, name)
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("degrees", "model"),
     [
@@ -327,11 +328,13 @@ def test_on_ranks_the_same_to_the_last_bit(degrees, model):
     run_on_ranks(on_and_off, world_size, degrees, base, parts, timeout=200)
 
 
+@pytest.mark.ranks
 def test_refused_where_the_backward_pass_is_split():
     with pytest.raises(ScheduleError, match=r"recomputes each layer 4\.5 to 8 times a step"):
         run_on_ranks(_build_zero_bubble, 1)
 
 
+@pytest.mark.ranks
 def test_refused_where_no_layer_has_it():
     with pytest.raises(ConfigError, match="recompute part 'attn' matches no module or method"):
         run_on_ranks(_build_unknown, 1)
@@ -370,6 +373,7 @@ def counts_of_routers(parts: str | Sequence[str]) -> dict[str, list[int]]:
     return {name: count.tolist() for name, count in counts.items() if count is not None}
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(
     "parts", [("ffn", "*_norm"), pytest.param("block", marks=pytest.mark.long)], ids=str
 )

@@ -4,7 +4,7 @@ import pytest
 
 from paralign.errors import RankTimeout
 from paralign.mesh import Degrees
-from paralign.testing import run_on_ranks
+from paralign.testing import ranks, run_on_ranks
 from tests.launch import rank_functions as on_rank
 
 pytestmark = pytest.mark.ranks
@@ -15,6 +15,14 @@ def test_results_come_by_rank():
         (0, 2, 3.0),
         (1, 2, 3.0),
     ]
+
+
+def test_what_nearly_every_test_needs_is_imported_once_and_not_by_each_rank(monkeypatch):
+    asked = []
+    monkeypatch.setattr(ranks, "start_fork_server", lambda *modules: asked.append(modules))
+    monkeypatch.setattr(ranks, "run_ranks", lambda *args, **kwargs: asked.append("ranks"))
+    run_on_ranks(on_rank.plain_rank, 2)
+    assert asked == [("paralign.parallelize",), "ranks"]
 
 
 def test_a_failing_rank_fails_the_test_with_its_coordinates():

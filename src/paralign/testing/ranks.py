@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from paralign.launch import run_ranks
+from paralign.launch import run_ranks, start_fork_server
 
 T = TypeVar("T")
 
@@ -21,7 +21,9 @@ def run_on_ranks(
     """Run ``fn(*args)`` on every rank of a fresh world and return the results by rank.
 
     The process group is ready when ``fn`` starts. The first world of a test run waits until torch
-    has been imported, once; each further one is up in about 0.3 s. ``fn`` is a function of a
+    and ``parallelize`` have been imported, once; each further one is up in about 0.3 s. What ranks
+    need beside these they import themselves, unless ``paralign.launch.start_fork_server`` was told
+    before. ``fn`` is a function of a
     module's top level; arguments and results are sent by pickle.
 
     Args:
@@ -38,4 +40,5 @@ def run_on_ranks(
         ConfigError: A rank raised one; the same class is raised.
         AlignError: Likewise.
     """
+    start_fork_server("paralign.parallelize")
     return run_ranks(fn, world_size, *args, device=device, timeout=timeout, describe=describe)
