@@ -92,7 +92,6 @@ def check_biases(result, config):
     assert set(biases) <= {0.0}
 
 
-@pytest.mark.long  # every run has the matrix's cover, with the same models
 @pytest.mark.ranks
 def test_every_gradient_parameter_and_router_bias_is_that_of_one_device():
     models = itertools.cycle(MODELS)

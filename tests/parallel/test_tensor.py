@@ -200,7 +200,6 @@ MORE_CASES: dict[str, list[dict[str, Any]]] = {
 }
 
 
-@pytest.mark.long  # every run has the matrix's cover, with each of these choices
 @pytest.mark.ranks
 @pytest.mark.parametrize("mesh", CASES)
 def test_every_gradient_is_that_of_one_device(mesh: str):
