@@ -6,14 +6,15 @@ from bench._rounds import median_ratio, median_seconds, turns
 
 
 def test_each_side_comes_first_equally_often_and_meets_other_neighbours():
-    orders = [turns("abc", number) for number in range(30)]
-    assert all(sorted(order) == list("abc") for order in orders)
-    for cycle in range(0, 30, 3):
-        assert sorted(order[0] for order in orders[cycle : cycle + 3]) == list("abc")
+    sides = "abcde"  # of three, a rotation alone would make all neighbours
+    orders = [turns(sides, number) for number in range(50)]
+    assert all(sorted(order) == list(sides) for order in orders)
+    for cycle in range(0, 50, 5):
+        assert sorted(order[0] for order in orders[cycle : cycle + 5]) == list(sides)
     in_turn = "".join(itertools.chain(*orders))
     neighbours = {pair for pair in itertools.pairwise(in_turn) if len(set(pair)) == 2}
-    assert neighbours == set(itertools.permutations("abc", 2))
-    assert orders == [turns("abc", number) for number in range(30)]
+    assert neighbours == set(itertools.permutations(sides, 2))
+    assert orders == [turns(sides, number) for number in range(50)]
 
 
 def test_the_ratio_is_of_neighbours_in_time():
