@@ -200,11 +200,12 @@ class _Watch:
 
     def attach(self, layers: Sequence[str]) -> None:
         """Watch attention cores, experts, ways into tensor parallelism, and recomputed parts."""
-        for stack in expert_stacks(self._skeleton, self._blueprint, layers):
-            experts = self._skeleton.get_submodule(stack)
-            _wrap(experts, "forward", self._experts(experts.forward, self._again(stack)))
         for name in layers:
             layer = self._skeleton.get_submodule(name)
+            for stack in expert_stacks(self._skeleton, self._blueprint, [name]):
+                experts = self._skeleton.get_submodule(stack)
+                again = self._again(stack.removeprefix(f"{name}."))
+                _wrap(experts, "forward", self._experts(experts.forward, again))
             for core, style in self._blueprint.attention().items():
                 module = layer.get_submodule(core)
                 _wrap(module, "forward", self._core(style, module))
@@ -244,13 +245,10 @@ class _Watch:
         return rows * self._config.batch.seq_len**2 * element_size if is_masked else 0
 
     def _again(self, stack: str) -> set[str]:
-        """Which methods of a stack of experts are computed again."""
-        *_, inside = stack.partition(f"{self._blueprint.layers_name}.")[2].partition(".")
-        return {
-            method
-            for method in (*INNER_AGAIN, *OUTER_AGAIN)
-            if _is_part(f"{inside}.{method}", self._config.recompute.parts)
-        }
+        """Which methods of a stack of experts, by its name in the layer, are computed again."""
+        parts = self._config.recompute.parts
+        methods = (*INNER_AGAIN, *OUTER_AGAIN)
+        return {method for method in methods if _is_part(f"{stack}.{method}", parts)}
 
     def _experts(self, forward: Callable[..., Any], again: set[str]) -> Callable[..., Any]:
         """Even load: how many rows a rank gets depends on the router."""
@@ -276,8 +274,9 @@ class _Watch:
         self._ledger.share = 1
 
     def _parts(self, layer: nn.Module) -> None:
-        for name in list(callables_of(layer)):
-            if _is_part(name, self._config.recompute.parts):
+        parts = self._config.recompute.parts
+        for name in list(callables_of(layer)) if not isinstance(parts, str) else ():
+            if _is_part(name, parts):
                 owner, _, leaf = name.rpartition(".")
                 module = layer.get_submodule(owner)
                 if isinstance(getattr(module, leaf), nn.Module):
